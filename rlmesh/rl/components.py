@@ -28,14 +28,15 @@ class Columns:
 
     Attributes:
         rows: the episode of each target.
-        old_log_probs, advantages: of the policy component.
+        old_log_probs: that the ratio is measured from; ``None``: those of the pass itself, so that the ratio is 1.
+        advantages: of the policy component.
         policy, likelihood, divergence: weights.
         ref_log_probs: of the divergence component.
         old_values, returns: of a critic.
     """
 
     rows: Tensor
-    old_log_probs: Tensor
+    old_log_probs: Tensor | None
     advantages: Tensor
     policy: Tensor
     likelihood: Tensor
@@ -59,7 +60,7 @@ class Columns:
 
         return cls(
             rows.to(device),
-            old_log_probs=required(batch.log_probs),
+            old_log_probs=take(batch.log_probs),
             advantages=required(weights.advantages),
             policy=required(weights.policy),
             likelihood=required(weights.likelihood),
@@ -93,10 +94,11 @@ def policy_share(
         ValueError: a divergence has weight but no reference.
     """
     log_probs = terms.log_probs
+    old_log_probs = log_probs.detach() if columns.old_log_probs is None else columns.old_log_probs
     trained = policy_terms(
         algorithm.policy_loss,
         log_probs,
-        columns.old_log_probs,
+        old_log_probs,
         columns.advantages,
         rows=columns.rows,
         options=algorithm.policy_options,
@@ -112,7 +114,7 @@ def policy_share(
         share = share + (columns.divergence * kl).sum() / normalisers.divergence
     with torch.no_grad():
         counted = (columns.policy > 0) | (columns.likelihood > 0)
-        moved = kl_estimate(columns.old_log_probs, log_probs, every, "k3")
+        moved = kl_estimate(old_log_probs, log_probs, every, "k3")
         statistics = {
             name: torch.where(counted, value.to(log_probs.dtype), 0.0).sum()
             for name, value in {

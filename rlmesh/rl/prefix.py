@@ -172,18 +172,17 @@ def _batches(segments: Sequence[Segment]) -> list[_Batch]:
     """Segments by length, in batches that waste at most `WASTE` of their scores."""
     found: list[_Batch] = []
     waiting: list[Segment] = []
-
-    def scores(rows: Sequence[Segment]) -> tuple[int, int]:
-        q, k = max(s.length for s in rows), max(s.prefix_length + s.length for s in rows)
-        return len(rows) * q * k, sum(s.length * (s.prefix_length + s.length) for s in rows)
-
+    longest_query = real = 0
     for segment in sorted(segments, key=lambda s: (s.prefix_length + s.length, s.length)):
-        padded, real = scores([*waiting, segment])
+        keys = segment.prefix_length + segment.length  # at least those of the segments before
+        query, scores = max(longest_query, segment.length), real + segment.length * keys
+        padded = (len(waiting) + 1) * query * keys
         # Many tiny segments are cheaper padded than called one by one.
-        if waiting and padded - real > max(WASTE * padded, 64 * 64):
+        if waiting and padded - scores > max(WASTE * padded, 64 * 64):
             found.append(_batch(waiting))
-            waiting = []
+            waiting, query, scores = [], segment.length, segment.length * keys
         waiting.append(segment)
+        longest_query, real = query, scores
     return [*found, _batch(waiting)] if waiting else found
 
 

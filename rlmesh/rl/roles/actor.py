@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -59,8 +61,9 @@ class ActorRole(TrainedRole, SendsWeights):
             means over the tokens of the whole batch, and norms; the same on every rank.
         """
         self.require(version)
+        self._first_log_probs: list[Tensor] = []
         with self.turns.turn(TRAINING):
-            reports = self.train(share, partial(self.loss, normalisers=share.normalisers))
+            reports = self.train(share, partial(self._recorded_loss, share))
             if self.host_copy is not None:
                 self.host_copy.take()
         metrics = dict(common_metrics(reports))
@@ -71,8 +74,39 @@ class ActorRole(TrainedRole, SendsWeights):
             "trained_tokens": max(reports[-1].statistics.get("tokens", 0.0), 1.0),
         }
 
+    @rpc
+    def first_log_probs(self) -> list[NDArray[np.float32]]:
+        """Log-probabilities of the targets of this rank's packs in the first epoch of the last update, ``[targets]``
+        each: those of the weights before it."""
+        return [each.cpu().numpy() for each in self._first_log_probs]
+
+    def next_share(self, share: Share) -> Share:
+        # The ratio of all epochs is measured from the weights before the first one.
+        columns = tuple(
+            each if each.old_log_probs is not None else replace(each, old_log_probs=own)
+            for each, own in zip(share.columns, self._first_log_probs, strict=True)
+        )
+        return replace(share, columns=columns)
+
+    def _recorded_loss(self, share: Share, model: nn.Module, part: PackedPart) -> tuple[Tensor, Mapping[str, Tensor]]:
+        """The loss; the log-probabilities of the first pass over each pack are kept."""
+
+        def keep(_: nn.Module, args: Any, terms: Any) -> None:
+            if len(self._first_log_probs) < len(share.packs):
+                self._first_log_probs.append(terms.log_probs.detach().float())
+
+        hook = model.register_forward_hook(keep)
+        try:
+            return self.loss(model, part, share.normalisers)
+        finally:
+            hook.remove()
+
     def loss(self, model: nn.Module, part: PackedPart, normalisers: Normalisers) -> tuple[Tensor, Mapping[str, Tensor]]:
-        """This pack's share of the loss, and shares of statistics; see `TrainingEngine.train_step`."""
+        """This pack's share of the loss, and shares of statistics; see `TrainingEngine.train_step`.
+
+        For an algorithm that does not read log-probabilities, ``part.columns.old_log_probs`` is ``None`` in the first
+        epoch: the ratio is measured from those of this pass.
+        """
         terms = model(packed=part.inputs, temperature=self.run_settings.rollout.temperature)
         return policy_share(terms, part.columns, normalisers, self.run_settings.algorithm)
 

@@ -90,7 +90,13 @@ class TrainedRole(TakesTurns):
             columns = [_on(self.device, each) for each in share.columns]
             batch = PackedBatch(share.packs, columns, _on(self.device, share.empty), self.device)
             reports.append(self.engine.train_step(batch, loss))
+            if len(reports) < self.settings.epochs:
+                share = self.next_share(share)
         return reports
+
+    def next_share(self, share: Share) -> Share:
+        """The share of the next epoch, after one on ``share``."""
+        return share
 
     # Versions.
 

@@ -75,7 +75,7 @@ class ActorSettings:
         ranks: processes that train it together.
         lr: peak learning rate of AdamW.
         warmup_steps: steps over which the learning rate rises from 0.
-        weight_decay: of AdamW.
+        weight_decay: of AdamW; norms and biases do not decay.
         max_grad_norm: the gradient is scaled down to at most this norm; 0: never.
         epochs: passes over each batch.
         token_budget: the most tokens of one forward and backward pass on a rank.

@@ -171,7 +171,8 @@ class Trainer:
         needs = self.algorithm.needs
         if "reference" in needs and self.reference is self.actor:
             ask("ref_log_probs", self.actor, "reference_log_probs", packs["actor"])
-        ask("log_probs", self.actor, "log_probs", packs["actor"], self.version)
+        if self.algorithm.reads_log_probs:
+            ask("log_probs", self.actor, "log_probs", packs["actor"], self.version)
         if "reference" in needs and self.reference is not self.actor:
             self.hold(None)
             ask("ref_log_probs", self.reference, "reference_log_probs", packs["actor"])
@@ -192,7 +193,7 @@ class Trainer:
                     for one, number in zip(totals, numbers, strict=True)
                 ]
             ),
-            log_probs=found.pop("log_probs"),
+            log_probs=found.pop("log_probs", None),
             sampled_log_probs=padded([episode.sampled_log_probs for episode in episodes]).double(),
             greedy_rewards=None if greedy is None else values_of([greedy[number] for number in numbers]),
             cut_off=torch.tensor([episode.finish_reason == "length" for episode in episodes]),
@@ -216,14 +217,17 @@ class Trainer:
 
     def train(self, packs: dict[str, Packs], batch: Evaluated, weights: TokenWeights) -> dict[str, float]:
         """One optimizer step per epoch; gives what the roles report, and how far engine and actor are apart."""
-        gap = drift(batch.log_probs, batch.sampled_log_probs, batch.mask)
-        alarms = self.alarm.check(gap, version=self.version)
         # The actor's update comes last: on shared devices it has its turn right before the push.
         calls = [
             role.call("update", shares_of(packs[name], batch, weights), [self.version] * len(role), _scatter=True)
             for name, role, _ in reversed(self.trained())
         ]
         reports = [call.result()[0] for call in calls]
+        log_probs = batch.log_probs
+        if log_probs is None:
+            rows = self.actor.call("first_log_probs").result()
+            log_probs = matrix_of(batch.mask, packs["actor"], [one for own in rows for one in own])
+        alarms = self.alarm.check(drift(log_probs, batch.sampled_log_probs, batch.mask), version=self.version)
         return {
             **{name: value for report in reports for name, value in report.items()},
             **value_metrics(batch, weights),

@@ -53,7 +53,8 @@ class TrainingOptions:
     Attributes:
         lr: peak learning rate of AdamW.
         schedule: number of finished optimizer steps → share of ``lr``; without state, so that checkpoints omit it.
-        betas, eps, weight_decay: of AdamW.
+        betas, eps: of AdamW.
+        weight_decay: of AdamW. Norms and biases, the weights of one dimension, do not decay.
         max_grad_norm: limit of the gradient's norm over all parameters and ranks, by scaling; 0: no limit.
         micro_batch_size: row limit of one forward and backward pass on a rank; 0: no limit.
         activation_checkpointing: drop activations inside the layers, and recompute them in the backward pass.

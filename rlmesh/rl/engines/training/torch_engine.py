@@ -23,6 +23,18 @@ from rlmesh.rl.engines.training.offload import own_memory
 from rlmesh.rl.engines.training.protocol import TrainingOptions
 
 
+def make_adamw(model: nn.Module, options: TrainingOptions, *, fused: bool) -> torch.optim.AdamW:
+    """AdamW over the trained parameters of a model. Norms and biases, the weights of one dimension, do not decay."""
+    trained = [p for p in model.parameters() if p.requires_grad]
+    groups: list[dict[str, Any]] = [{"params": trained}]
+    if options.weight_decay:
+        vectors = {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0}
+        groups = [group for group in ({"params": [p for p in trained if p.ndim > 1]}, vectors) if group["params"]]
+    return torch.optim.AdamW(
+        groups, lr=options.lr, betas=options.betas, eps=options.eps, weight_decay=options.weight_decay, fused=fused
+    )
+
+
 class TorchEngine(ModuleEngine):
     """A module and torch's AdamW. Any `TorchEngine`, with any number of ranks, loads the checkpoints of any other."""
 
@@ -31,10 +43,8 @@ class TorchEngine(ModuleEngine):
         self.plain = model = self._adapted(model)
         own_memory([*model.parameters(), *model.buffers()])
         self.model = self._wrap(model)
-        self.optimizer = torch.optim.AdamW(
-            [p for p in model.parameters() if p.requires_grad],
-            lr=options.lr, betas=options.betas, eps=options.eps, weight_decay=options.weight_decay,
-        )  # fmt: skip
+        # The fused kernel is the fastest one, and needs no memory of its own.
+        self.optimizer = make_adamw(model, options, fused=self.device.type in ("cpu", "cuda"))
 
     def _wrap(self, model: nn.Module) -> nn.Module:
         return model
@@ -79,7 +89,7 @@ class TorchEngine(ModuleEngine):
         for parameter in (p for group in self.optimizer.param_groups for p in group["params"]):
             state = self.optimizer.state[parameter]
             if not state:
-                state["step"] = torch.zeros((), dtype=torch.float32)
+                state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
                 state.update({moment: torch.zeros_like(parameter) for moment in ("exp_avg", "exp_avg_sq")})
         weights, optimizer = get_state_dict(self.plain, self.optimizer, options=self._state_options)
         return {"model": weights, "optimizer": optimizer["state"], **self._base_state()}

@@ -9,7 +9,6 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, Literal
 
-import torch
 from torch import Tensor, nn
 
 from rlmesh import ZeroSource
@@ -18,9 +17,10 @@ from rlmesh.rl.engines.training.activation_checkpointing import checkpoint_activ
 from rlmesh.rl.engines.training.base import ModuleEngine
 from rlmesh.rl.engines.training.checkpoint.distributed_state import read_state, write_state
 from rlmesh.rl.engines.training.checkpoint.folders import CheckpointFolder
-from rlmesh.rl.engines.training.checkpoint.zero_state import load_state, state_of
+from rlmesh.rl.engines.training.checkpoint.zero_state import inner_state, load_state, state_of
 from rlmesh.rl.engines.training.offload import own_memory
 from rlmesh.rl.engines.training.protocol import Lora, TrainingOptions
+from rlmesh.rl.engines.training.torch_engine import make_adamw
 
 Stage = Literal[1, 2, 3]
 
@@ -54,10 +54,7 @@ class DeepSpeedEngine(ModuleEngine):
         if options.activation_checkpointing:
             checkpoint_activations(model)
         own_memory([*model.parameters(), *model.buffers()])
-        optimizer = torch.optim.AdamW(
-            [p for p in model.parameters() if p.requires_grad],
-            lr=options.lr, betas=options.betas, eps=options.eps, weight_decay=options.weight_decay,
-        )  # fmt: skip
+        optimizer = make_adamw(model, options, fused=False)
         self.engine, *_ = deepspeed.initialize(
             model=model, optimizer=optimizer, config=deepspeed_config(options, stage, config or {})
         )
@@ -71,6 +68,8 @@ class DeepSpeedEngine(ModuleEngine):
     # Training.
 
     def _before_step(self, lr: float) -> None:
+        if not self.steps:
+            inner_state(self.engine)  # DeepSpeed needs the state of all groups as soon as it has stepped the first one
         for group in self.optimizer.param_groups:
             group["lr"] = lr
 

@@ -27,7 +27,7 @@ def state_of(engine: Any, source: ZeroSource, rank: int, ranks: int, *, frozen: 
     unless ``frozen`` is false."""
     from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
-    inner = _inner_state(engine)
+    inner = inner_state(engine)
     steps = next(iter(inner))["step"]
     weights: dict[str, Tensor] = {}
     moments: dict[str, dict[str, Tensor]] = {}
@@ -53,7 +53,7 @@ def load_state(
         frozen: also load parameters that are not trained.
         read: fills a state's tensors in place; a collective step.
     """
-    inner = _inner_state(engine)
+    inner = inner_state(engine)
     steps = torch.zeros(())
     for part in _parts(_trained(source)):
         weights = {name: torch.empty(_shape(parameter)) for name, parameter in part.items()}
@@ -115,7 +115,7 @@ def _parts(parameters: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         yield part
 
 
-def _inner_state(engine: Any) -> list[dict[str, Any]]:
+def inner_state(engine: Any) -> list[dict[str, Any]]:
     """torch's state of each flat partition of this rank; before the first step it is made here."""
     optimizer = engine.optimizer
     flats = _flat_partitions(optimizer)
