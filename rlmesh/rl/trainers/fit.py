@@ -19,7 +19,7 @@ from torch import nn
 
 from rlmesh.rl.engines.training.activation_checkpointing import checkpoint_activations, layers_of
 from rlmesh.rl.engines.training.packed import PackedInputs, packed_hidden, prepare
-from rlmesh.rl.head import chunk_size
+from rlmesh.rl.head import CHUNK_TOKENS
 from rlmesh.rl.rewards.model import RewardModel
 from rlmesh.rl.trainers.full_packs import fullest_pack
 from rlmesh.rl.trainers.tensor_count import TensorCount
@@ -349,7 +349,7 @@ def _largest(shapes: _Shapes, others: list[RoleMemory], room: int) -> int:
     if at_lower > room:
         return 0
     # Memory grows evenly once the head works in whole chunks; each try is checked by a pass of its own.
-    upper, at_upper = most, needed(max(most, chunk_size(shapes.vocabulary, torch.float32)))
+    upper, at_upper = most, needed(max(most, CHUNK_TOKENS))
     for _ in range(12):
         if upper - lower <= max(64, lower // 50):
             break
