@@ -95,6 +95,9 @@ class RLJobBuilder(DLJobBuilder):
         if RLRoleType.ACTOR not in roles:
             problems.append(f"role ACTOR: is missing: an RL job needs .actor(...); its roles are {sorted(roles)}")
         config = self._fields.get("user_config")
+        algorithm = getattr(config, "algorithm", None)
+        if "TRAINER" in self._built_in and "critic" in getattr(algorithm, "needs", ()) and "CRITIC" not in roles:
+            problems.append(f"role CRITIC: is missing: {type(algorithm).__name__} needs .critic()")
         if self._built_in and not (hasattr(config, "model") or (isinstance(config, Mapping) and "model" in config)):
             problems.append(
                 f"config: {', '.join(self._built_in)} without a class are built-in roles, which read their settings "

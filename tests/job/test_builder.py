@@ -11,6 +11,8 @@ from rlmesh.builders.config import DLJob
 from rlmesh.builders.rl_builder import RLElasticRoleBuilder, RLSimpleRoleBuilder
 from rlmesh.builders.role_builder import ElasticRoleBuilder, SimpleRoleBuilder
 from rlmesh.errors import JobSpecError, UsageError
+from rlmesh.rl.algorithms import PPO
+from rlmesh.rl.trainers.run import Run
 from tests.job import roles
 from tests.job.test_descriptors import fails
 
@@ -200,6 +202,14 @@ def test_rl_roles_without_a_class_are_the_built_in_ones() -> None:
     }  # fmt: skip
     fails(RLJobBuilder().actor().rollout().build, "config: ACTOR, ROLLOUT without a class are built-in roles")
     fails(RLJobBuilder().config({"c1": "v1"}).actor().build, "the configuration is dict")
+    run = Run(model="somewhere", data="rows.jsonl", rewards=[len_of], algorithm=PPO())
+    builder = RLJobBuilder().config(run)
+    builder.trainer()
+    fails(builder.actor().rollout().build, "role CRITIC: is missing: PPO needs .critic()")
+
+
+def len_of(response: str) -> float:
+    return float(len(response))
 
 
 def test_role_names_are_unique_and_valid() -> None:

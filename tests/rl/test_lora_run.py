@@ -14,9 +14,7 @@ from rlmesh.rl.engines.lora import LoraOptions
 from rlmesh.rl.trainers import settings as sections
 from rlmesh.rl.trainers.run import Run
 from rlmesh.rl.trainers.settings import ActorSettings, LoraSettings, apply_overrides
-from tests.rl.test_run import reported, settings, small, tiny
-
-__all__ = ["tiny"]
+from tests.rl.test_run import reported, settings, small
 
 
 def test_settings_make_options(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -220,6 +220,11 @@ def test_wrong_roles_are_refused(folder: Path) -> None:
     assert "ActorRolloutRefWorker cannot be Role.Critic" in text
 
 
+def test_an_estimator_that_needs_a_critic_is_refused_without_one(folder: Path) -> None:
+    with pytest.raises(UsageError, match="adv_estimator='gae' needs a critic: add"):
+        trainer(config_of(folder), {Role.ActorRollout: ActorRolloutRefWorker})
+
+
 def test_unread_keys_are_named(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     trainer(config_of(folder, **{"actor_rollout_ref.actor.fsdp_config.offload": "true"}))
     assert "change nothing here: data.tokenizer, actor_rollout_ref.actor.fsdp_config.offload" in caplog.text

@@ -216,7 +216,8 @@ def keys_of(settings: Any) -> Iterator[tuple[str, tuple[str, ...]]]:
         current = getattr(settings, name, None) if not isinstance(settings, type) else None
         for kind in (type(current), *(get_args(hints[name]) or (hints[name],))):
             if isinstance(kind, type) and dataclasses.is_dataclass(kind):
-                yield name, tuple(one.name for one in dataclasses.fields(kind) if one.init)
+                for inner, keys in keys_of(kind):
+                    yield f"{name}.{inner}".rstrip("."), keys
                 break
 
 
@@ -231,6 +232,8 @@ def unknown_key(place: str, sections: Mapping[str, Sequence[str]]) -> str:
     own = sections.get(section, ())
     elsewhere = [name for name, keys in sections.items() if name != section and key in keys]
     fault = f"there is no setting {place!r}"
+    if near := get_close_matches(key, own, 1, cutoff=0.85):
+        return f"{fault}; did you mean {f'{section}.{near[0]}'.lstrip('.')}?"
     if elsewhere:
         first, *others = [f"{name}.{key}".lstrip(".") for name in elsewhere]
         belongs = f"the section {elsewhere[0]}" if elsewhere[0] else "no section"

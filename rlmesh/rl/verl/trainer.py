@@ -187,10 +187,19 @@ class RayPPOTrainer:
         if read(self.config, "reward_model.enable") and "RewardModel" not in names:
             yield "reward_model.enable: role_worker_mapping has no Role.RewardModel"
 
+    def _lacks_critic(self, settings: Mapping[str, Any]) -> bool:
+        return "critic" in settings["algorithm"].needs and all(role.name != "Critic" for role in self.workers)
+
     def _make_run(self, reward_fn: Any, val_reward_fn: Any) -> VerlRun:
         sizes = {role.name: sum(self.pools.get_resource_pool(role)) for role in self.workers}
         policy = next(name for name in POLICY if name in sizes)
         settings = run_settings_of(self.config, self.tokenizer)
+        if self._lacks_critic(settings):
+            estimator = read(self.config, "algorithm.adv_estimator", "gae")
+            raise UsageError(
+                f"RayPPOTrainer: algorithm.adv_estimator={estimator!r} needs a critic: "
+                "add Role.Critic to role_worker_mapping and to the pools, or choose 'grpo'"
+            )
         rewards: Any = list(reward_fn.rewards.values()) if isinstance(reward_fn, Rewards) else reward_fn
         if read(self.config, "reward_model.enable"):
             path = read(self.config, "reward_model.model.path")
