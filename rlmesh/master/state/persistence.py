@@ -64,7 +64,7 @@ class Persistence:
         """Write the rows that changed.
 
         Args:
-            rows: all rows by key: a value that changes with the row, and a function that makes the row.
+            rows: key → (a value that is different whenever the row is, a function that makes the row), for all rows.
 
         Returns:
             a future: True when the rows are written, False if they could not be.
