@@ -45,7 +45,7 @@ class RetriedOrigin:
         pass  # The attempts measure their own time.
 
     def leave_at_producer(self) -> None:
-        pass  # A call that may be made again answers its caller.
+        pass  # The result of a call that may be made again always comes to its caller.
 
     def value_needed(self, *, blocks: bool = False) -> None:
         pass
