@@ -96,7 +96,7 @@ class Agent:
             config, own, started.env, self._table, self._spawner, self._cleanup,
             ended=self._member_ended, unwanted=self._may_not_run, do=self._do,
         )  # fmt: skip
-        # On the master's node, the master reaches this agent by the socket folder; elsewhere by the public endpoint.
+        # The master runs on the first node: there it reaches the agent by its socket, elsewhere by the public endpoint.
         self._info = info = node_info(
             config, own if config.start_master or public is None else public, public=public or ""
         )

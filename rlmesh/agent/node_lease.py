@@ -30,7 +30,9 @@ def suspend_aware_clock() -> float:
 
 
 class Standstills:
-    """Detects standstills: times in which this process did not run, since it was suspended or got no core. Call often.
+    """Detects standstills: times in which this process did not run, since it was suspended or got no core.
+
+    Call `look` often.
 
     If the agent stood still, its members usually did too, and perhaps the master, which then has not given the node up.
     So a lease that ended in a standstill differs from one that was not renewed: the agent stops the members and asks

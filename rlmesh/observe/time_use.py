@@ -140,7 +140,7 @@ def _use(name: str, reports: _Reports, timed: bool) -> CallerUse:
     if timed:
         step_s = reports.step_s / steps
     else:
-        # Each report ends a step, so between a member's first and last report there is one step less than reports.
+        # Each report ends a step: the time from a member's first to its last report has one step fewer than reports.
         elapsed = sum(reports.last_at[rank] - at for rank, at in reports.first_at.items())
         step_s = elapsed / max(1, steps - len(reports.first_at))
     by_role: dict[str, list[CallStats]] = {}

@@ -88,7 +88,7 @@ class RuntimeActivity:
         """The calls that run here and wait for answers, and the calls that are queued behind them.
 
         Args:
-            older_s: report nothing unless a call has been here for so many seconds.
+            older_s: report nothing unless a call has been here for at least this many seconds.
         """
         from rlmesh.runtime.serving.wait_report import blocked_calls
 

@@ -64,7 +64,7 @@ class Persistence:
         """Write the rows that changed.
 
         Args:
-            rows: key → (a value that is different whenever the row is, a function that makes the row), for all rows.
+            rows: for all rows, key → (a value that changes whenever the row does, a function that makes the row).
 
         Returns:
             a future: True when the rows are written, False if they could not be.

@@ -298,8 +298,8 @@ class Cohort:
         return self.generation > self.newer_than and all(part.incarnation == self.generation for part in self.parts)
 
     def qualify(self, error: BaseException) -> None:
-        """Change ``executed`` from "no" to "maybe" in the error of a sent part whose rank is lost or of another
-        generation: other ranks of the role may have begun the call."""
+        """If the cohort was sent, change ``executed`` from "no" to "maybe" in the error of a part whose rank is lost or
+        of another generation: other ranks of the role may have begun the call."""
         if self.sent and isinstance(error, PeerLost | StaleIncarnation) and error.executed == "no":
             error.executed = "maybe"
 

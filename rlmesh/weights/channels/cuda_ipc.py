@@ -10,10 +10,10 @@ until the source's copy has ended, and finds the checksums in the same memory, a
 not wait for the event: if the source were killed, nothing could end that wait. So the sink polls the source's process
 too.
 
-All buckets are put as one (one message, one launch), unless they take turns in the sender's two buffers. They are put
-as two parts only if the source must run a kernel first (checksums, a snapshot) and a sink is on another GPU: the kernel
-for the second part then runs during the transfer of the first, which takes ten times as long as the kernel. On one GPU
-the two would only alternate.
+All buckets are put as one (one message, one launch), unless they take turns in the sender's two buffers, or may have
+to: before the first push it is unknown whether they can be read in place. They are put as two parts only if the source
+must run a kernel first (checksums, a snapshot) and a sink is on another GPU: the kernel for the second part then runs
+during the transfer of the first, which takes ten times as long as the kernel. On one GPU the two would only alternate.
 
 No sink reads freed memory: a sink answers when its copy has ended, and closes its handles before the source frees
 memory (`SyncSession.close` waits for that).
