@@ -50,7 +50,7 @@ class UnretrievedError:
         try:
             log_error(error)
         except Exception:
-            pass  # The collector runs this anywhere; nobody could take an error of it.
+            pass  # The garbage collector calls this: there is no caller who could handle an error.
 
 
 class RepeatLimiter:
