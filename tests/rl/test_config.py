@@ -220,6 +220,7 @@ def test_all_faults_come_in_one_message_with_the_nearest_names() -> None:
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
+        ({"algorithm": "tests.rl.test_config:Foresight"}, "Foresight needs future, which no role gives"),
         ({"algorithm": "rloo"}, "'rloo' is a variant of GRPO: write {name: grpo, advantage: rloo}"),
         ({"algorithm": "gpro"}, "there is no algorithm 'gpro'; did you mean 'grpo'?"),
         ({"algorithm": {"samples": 4}}, "algorithm.name is missing"),
@@ -239,6 +240,14 @@ def test_each_fault_is_told(changes: dict[str, Any], said: str) -> None:
     with pytest.raises(UsageError) as raised:
         Run.from_config({**GOOD, **changes})
     assert said in str(raised.value)
+
+
+class Foresight(ReinforcePlusPlus):
+    """An algorithm that needs what no role gives."""
+
+    @property
+    def needs(self) -> Any:
+        return frozenset({"future"})
 
 
 def wants_too_much(respons: str, ground_truth: str) -> float:
