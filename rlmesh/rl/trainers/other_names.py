@@ -96,4 +96,4 @@ ELSEWHERE: Mapping[str, str] = {
     "actor_num_gpus_per_node": "devices_per_node",
     "nnodes": "nodes",
 }
-"""Their names, with so much of their section as makes them unique, and ours."""
+"""Another library's name → the setting of `Run`. A name has as many of its sections as make it unique."""
