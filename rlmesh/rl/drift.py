@@ -90,8 +90,8 @@ def drift(trainer: Tensor, engine: Tensor, mask: Tensor) -> Drift:
 
 
 class DriftAlarm:
-    """Reports gaps beyond the limits, for each batch as a warning in the log and as a metric. The first of several
-    batches in a row also raises an alarm among the job's events, which ``rlmesh status`` shows::
+    """Reports gaps beyond the limits, for each batch as a warning in the log and as a metric. The first report of
+    several in a row also raises an alarm among the job's events, which ``rlmesh status`` shows::
 
         alarm = DriftAlarm("float32")
         …

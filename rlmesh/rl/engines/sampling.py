@@ -80,7 +80,7 @@ def kept_mass(logits: Tensor, log_probs: Tensor, params: SamplingParams) -> Tens
 
 
 def penalised(logits: Tensor, params: SamplingParams, *, seen: Tensor, counts: Tensor) -> Tensor:
-    """Logits, lowered for the tokens that occurred so far; see the penalties of `SamplingParams`.
+    """Logits after the penalties of `SamplingParams` for the tokens that occurred so far.
 
     Args:
         logits: ``[batch, vocabulary]``.

@@ -415,7 +415,7 @@ class _Sink(ModuleSink):
 
     def rooms(self, entries: Sequence[Any], *, keep: bool) -> Sequence[Tensor | None]:
         found = super().rooms(entries, keep=keep)
-        # The receiver writes these entries into their rooms directly, so stage() never sees them: they count as come.
+        # The receiver writes these entries into their rooms directly, so stage() never sees them: they have arrived.
         written = (entry for entry, room in zip(entries, found, strict=True) if room is not None)
         self._missing -= {owner for entry in written if (owner := self._owner(entry)) is not None}
         return found

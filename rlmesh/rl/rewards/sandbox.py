@@ -72,7 +72,7 @@ class Ran:
         status: ``ok``; ``error``: its exit code is not 0; or the limit that it broke.
         stdout: standard output.
         stderr: the last 4,000 characters of standard error.
-        answer: of `Sandbox.call`: the function's value; of `Sandbox.test`: True if the tests passed.
+        answer: with `Sandbox.call` the function's value; with `Sandbox.test` True if the tests passed.
         code: exit code, negative for a signal.
     """
 

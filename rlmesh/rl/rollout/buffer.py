@@ -22,7 +22,7 @@ class Buffer(Protocol):
         ...
 
     def free(self, step: int) -> None:
-        """Say that the groups of a step are done with: trained on, dropped or failed."""
+        """Report that the groups of a step are done with: trained on, dropped or failed."""
         ...
 
 

@@ -12,7 +12,7 @@ __all__ = ["ActorRolloutRefWorker", "CriticWorker", "NVMegatronRayWorkerGroup", 
 
 
 class ActorRolloutRefWorker:
-    """Policy, rollout engine and reference, or some of them: which ones, the role to which the class is mapped decides.
+    """Policy, rollout engine and reference, or some of them. The role to which the class is mapped decides which ones.
 
     To change one, write a subclass of its class in `rlmesh.rl.roles`, and put it into ``parts``::
 
