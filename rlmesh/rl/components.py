@@ -74,7 +74,7 @@ class Columns:
 def policy_share(
     terms: TokenTerms, columns: Columns, normalisers: Normalisers, algorithm: Algorithm
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """A pack's share of the policy's loss, and shares of statistics over the tokens of the policy component.
+    """A pack's share of the policy's loss, and of statistics over the tokens that the policy or the likelihood trains.
 
     ``Σ policy · term / N_policy − Σ likelihood · log π / N_likelihood + Σ divergence · kl / N_divergence − entropy ·
     Σ policy · H / N_policy``.
@@ -86,8 +86,9 @@ def policy_share(
         algorithm: gives the term of the policy component, the entropy bonus and the estimator of the divergence.
 
     Returns:
-        a scalar with gradient, and scalars without: ``tokens`` and sums of ``ratio``, ``clipped``, ``entropy`` and
-        ``kl`` (from the old policy to the new one, k3) over them.
+        a scalar with gradient, and scalars without: ``tokens``, the number of targets with a weight in the policy or
+        the likelihood component, and the sums of ``ratio``, ``clipped``, ``entropy`` and ``kl`` over these targets.
+        ``kl`` is the k3 estimate of KL(old policy ‖ new policy).
 
     Raises:
         FloatingPointError: a log-probability or a ratio is not finite.
@@ -136,12 +137,12 @@ def value_share(
     Args:
         values: before each target was chosen, ``[targets]``, with gradient.
         columns: with ``old_values`` and ``returns``.
-        tokens: of the whole batch, over all ranks.
-        clip: see there.
+        tokens: number of tokens of the whole batch, over all ranks, with a weight in the policy component.
+        clip: the argument of `value_clip_loss`.
 
     Returns:
-        a scalar with gradient, and scalars without: ``tokens``, and sums of ``clipped`` and of the squared ``error``
-        over them.
+        a scalar with gradient, and scalars without: ``tokens``, the number of this pack's targets with a weight in the
+        policy component, and the sums of ``clipped`` and of the squared ``error`` over these targets.
     """
     if columns.old_values is None or columns.returns is None:
         raise ValueError("the batch has no values or no returns: the algorithm gives returns where it needs a critic")

@@ -32,7 +32,8 @@ class _Batch(NamedTuple):
     Attributes:
         queries: ``[segments, longest]``, token indices; the padding repeats the segment's last token.
         keys: ``[segments, longest]``, likewise.
-        mask: ``[segments, 1, queries, keys]``, True where a query attends to a key; padding attends to the first key.
+        mask: ``[segments, 1, queries, keys]``, True where a query attends to a key; a padded query attends to all keys
+            of its segment.
         where: ``[tokens of the segments]``, indices of real queries in the flattened ``queries``.
         tokens: ``[tokens of the segments]``, the token of each real query.
     """
@@ -54,7 +55,8 @@ class PrefixLayout:
         batches: short segments, for calls with masks.
         alone: long segments, for calls with masks.
         query_starts, key_starts: ``[segments + 1]``, int32, for the variable-length kernel.
-        key_tokens: ``[keys]``, the token of each key; ``None`` where keys are the tokens as they are.
+        key_tokens: ``[keys]``, the token index of each key; ``None`` if no segment has a prefix, so that the keys are
+            all tokens in order.
         longest_query, longest_keys: of any segment.
     """
 
@@ -144,7 +146,7 @@ def packed_attention(
         scale=scale,
         window_size=(-1, 0),
     )
-    assert isinstance(result, Tensor)  # with the extra outputs that are not asked for, it is a tuple
+    assert isinstance(result, Tensor)  # a tuple only if further outputs are requested
     return result
 
 

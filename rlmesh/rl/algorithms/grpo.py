@@ -48,17 +48,17 @@ class GRPO(Algorithm):
     Attributes:
         samples: responses per prompt, ≥ 2.
         advantage: how the responses of a group are compared.
-        loss: term, clip bounds and aggregation of a published variant.
+        loss: a published variant, which sets the loss term, the clip bounds and the aggregation.
         aggregation, clip_low, clip_high: ``None``: those of the variant.
         dual_clip: see :func:`rlmesh.rl.losses.ppo_clip_loss`; for the term of PPO only.
         kl: weight of the divergence from the reference in the loss; 0 needs no reference.
-        kl_estimator: of that divergence. Its gradient is unbiased with every estimator.
+        kl_estimator: estimates the value of that divergence; its gradient is unbiased with every choice.
         correction: weights for the difference between engine and trainer: ``None``, a level, or a
             :class:`rlmesh.rl.correction.Correction`.
         entropy: weight of the entropy bonus.
-        eps: added to the standard deviation of a group, of the advantage ``grpo``.
-        k: of ``pass_at_k``.
-        constant: divisor per response of the aggregation ``constant``: usually the most tokens of a response.
+        eps: added to the standard deviation of a group; for the advantage ``grpo`` only.
+        k: responses of which one must be right; for the advantage ``pass_at_k`` only.
+        constant: divisor per response; for the aggregation ``constant`` only. Usually the most tokens of a response.
         overlong: (token limit, number of tokens before it over which a penalty grows to 1), or ``None``
             (:func:`overlong_penalty`).
         skip_cut_off: responses that a limit cut off take no part in the loss ("overlong filtering").

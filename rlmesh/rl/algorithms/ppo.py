@@ -121,7 +121,7 @@ class PPO(_TokenLevel):
     Attributes:
         lam: λ of GAE, in [0, 1].
         whiten: scale the advantages of the batch to mean 0 and variance 1.
-        value_clip: of the critic's loss (:func:`rlmesh.rl.losses.value_clip_loss`); ``None``: no clipping.
+        value_clip: clip range of the critic's loss (:func:`rlmesh.rl.losses.value_clip_loss`); ``None``: no clipping.
     """
 
     lam: float = 0.95

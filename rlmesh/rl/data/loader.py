@@ -98,9 +98,9 @@ class PromptLoader:
 class Mixture:
     """Several data sets as one, mixed by weight.
 
-    An epoch has as many prompts as the data sets allow in these proportions without repetition: the data set that is
-    smallest for its weight is used whole, of the others a part. The next epoch goes on with another part, until all
-    prompts were used. Which prompts an epoch has depends on ``seed`` and the epoch only.
+    The data set with the fewest prompts for its weight sets the size of an epoch: each epoch uses all of it, and a part
+    of each other set, in proportion to the weights. The next epoch goes on with the next part; a set is shuffled anew
+    once all of its prompts were used. Which prompts an epoch has depends on ``seed`` and the epoch only.
 
     Args:
         data: the data sets.

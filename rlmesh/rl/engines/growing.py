@@ -1,8 +1,8 @@
 """`Growing`: an unfinished response, sampled in one stretch or several. No I/O.
 
-A stretch is a run of tokens that one version samples without interruption. An engine that keeps a request over a push
-ends the request and starts another, with the tokens so far as part of the prompt: `context` is its prompt, and `left`
-its token limit.
+A stretch is a run of tokens that one version samples without interruption. To continue a response after a push, an
+engine ends its request and starts another one, whose prompt includes the tokens so far: `context` is that prompt, and
+`left` the number of tokens that may still come.
 """
 
 from __future__ import annotations

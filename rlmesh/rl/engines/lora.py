@@ -20,19 +20,23 @@ __all__ = ["LoraOptions", "add_adapter", "base_model_of", "base_sums", "require_
 
 ALL_LINEAR = "all-linear"
 SAME_BASE = 1e-6
-"""Allowed difference of the sums of a weight, relative to the sum of its magnitudes: devices sum in other orders."""
+"""The largest difference between two sums of the same weight, relative to the sum of its magnitudes: devices add in
+different orders."""
 
 
 @dataclass(frozen=True)
 class LoraOptions:
-    """An adapter. There is no dropout: with it, the ratio of two equal policies would not be 1.
+    """The settings of an adapter. Dropout is not among them: with it, the ratio of two equal policies would not be 1.
 
     Attributes:
         rank: of the matrices A ``[rank, in]`` and B ``[out, rank]``, ≥ 1.
         alpha: the adapter is scaled by ``alpha / rank``; None: ``2 · rank``.
         target_modules: names, or ends of names, of the linear layers with an adapter; ``"all-linear"``: all but the
             head.
-        seed: of A's initial values: the same on every engine, for any number of ranks.
+        seed: determines the initial values of A: the same ones on every rank and engine.
+
+    Raises:
+        UsageError: lists the settings that are out of range.
     """
 
     rank: int = 16
@@ -66,7 +70,7 @@ def add_adapter(model: nn.Module, options: LoraOptions) -> nn.Module:
     adapter's parameters are the only ones that are trained.
 
     Raises:
-        UsageError: peft is not installed, the model has an adapter already, a target does not exist, or it is the head.
+        UsageError: peft is not installed, the model has an adapter already, or a target does not exist or is the head.
     """
     import torch
 
@@ -113,14 +117,14 @@ def _check_targets(model: nn.Module, targets: str | tuple[str, ...], linear: set
 
 
 def base_model_of(model: nn.Module) -> Any:
-    """The model of transformers inside peft's wrapper, with adapters in its layers; a model without one itself."""
+    """The model of transformers inside peft's wrapper, with adapters in its layers; any other model as it is."""
     wrapped: Any = model
     return wrapped.get_base_model() if hasattr(model, "peft_config") and hasattr(model, "get_base_model") else model
 
 
 def base_sums(model: nn.Module) -> Tensor:
-    """``[weights, 2]`` of float64: the sum of each frozen weight and of its magnitudes, by which a checkpoint of an
-    adapter recognises its base model."""
+    """Two sums of each frozen weight, ``[weights, 2]`` in float64: of its values, and of their magnitudes. A checkpoint
+    of an adapter recognises its base model by them."""
     import torch
 
     with torch.no_grad():
@@ -133,8 +137,15 @@ def base_sums(model: nn.Module) -> Tensor:
 
 
 def require_same_base(mine: Tensor, saved: Tensor, where: object) -> None:
-    """Raises:
-    UsageError: the adapter in a checkpoint was trained on other base weights.
+    """Check that an adapter was trained on this base model.
+
+    Args:
+        mine: the `base_sums` of the model here.
+        saved: those in the checkpoint.
+        where: the checkpoint's folder, for the error.
+
+    Raises:
+        UsageError: the sums of a weight differ by more than `SAME_BASE`.
     """
     gap = (mine[:, 0] - saved[:, 0]).abs() / saved[:, 1].clamp(min=1e-30)
     far = int((~(gap <= SAME_BASE)).sum())

@@ -1,4 +1,4 @@
-"""Tokens from logits: penalties, temperature, min-p, top-k, top-p. The only state is the generators'."""
+"""Tokens from logits: penalties, temperature, min-p, top-k, top-p. Only the random generators have a state."""
 
 from __future__ import annotations
 
@@ -14,8 +14,13 @@ __all__ = ["SampledTokens", "draw", "kept_mass", "log_distribution", "penalised"
 
 
 class SampledTokens(NamedTuple):
-    """One token per row, each ``[batch]``: the token, its log-probability under the sampling distribution, and the log
-    of the mass of the kept tokens (0 if none is left out); the latter two have the dtype of the distribution."""
+    """One token per row; all fields are ``[batch]``.
+
+    Attributes:
+        tokens: the tokens.
+        log_probs: their log-probabilities under the sampling distribution, in its dtype.
+        kept_log_mass: see `kept_mass`; 0 if no token is left out.
+    """
 
     tokens: Tensor
     log_probs: Tensor
@@ -28,12 +33,13 @@ def _tempered(logits: Tensor, params: SamplingParams) -> Tensor:
 
 
 def log_distribution(logits: Tensor, params: SamplingParams) -> Tensor:
-    """The sampling distribution, as log-probabilities: ``log softmax(logits / temperature)``, with -inf for tokens
-    outside of min-p, top-k and top-p, and the rest normalised to sum to 1.
+    """The sampling distribution, as log-probabilities: ``log softmax(logits / temperature)`` over the tokens that
+    min-p, top-k and top-p keep, normalised so that their probabilities sum to 1, and -inf for the other tokens.
 
-    min-p keeps the tokens with at least ``min_p`` times the probability of the likeliest. top-k follows. top-p
-    (Holtzman et al. 2020, arXiv:1904.09751) keeps the smallest set of likeliest tokens whose probabilities, among those
-    that are left, reach ``top_p``. At temperature 0 it is the plain softmax.
+    The three apply in this order. min-p keeps the tokens with at least ``min_p`` times the probability of the likeliest
+    one, top-k the ``top_k`` likeliest of these. top-p (Holtzman et al. 2020, arXiv:1904.09751) keeps the smallest set
+    of the likeliest tokens whose probabilities, relative to those of all that are left, reach ``top_p``. At temperature
+    0 the logits are not scaled.
 
     Args:
         logits: ``[batch, vocabulary]``, with penalties applied (`penalised`).
@@ -60,7 +66,12 @@ def log_distribution(logits: Tensor, params: SamplingParams) -> Tensor:
 
 def kept_mass(logits: Tensor, log_probs: Tensor, params: SamplingParams) -> Tensor:
     """The log of the probability that min-p, top-k and top-p keep, ``[batch]``: ``log Σ softmax(logits / temperature)``
-    over the tokens that ``log_probs``, the `log_distribution` of these logits, does not exclude."""
+    over the tokens that they keep.
+
+    Args:
+        logits: ``[batch, vocabulary]``, with penalties applied.
+        log_probs: the `log_distribution` of these logits: -inf marks the tokens that are not kept.
+    """
     if not params.truncates:
         return log_probs.new_zeros(len(log_probs))
     whole = _tempered(logits, params).log_softmax(-1)
@@ -69,12 +80,12 @@ def kept_mass(logits: Tensor, log_probs: Tensor, params: SamplingParams) -> Tens
 
 
 def penalised(logits: Tensor, params: SamplingParams, *, seen: Tensor, counts: Tensor) -> Tensor:
-    """Logits with the penalties of tokens so far; see `SamplingParams`.
+    """Logits after the penalties of `SamplingParams` for the tokens that occurred so far.
 
     Args:
         logits: ``[batch, vocabulary]``.
         seen: ``[batch, vocabulary]``, True for tokens of prompt and response.
-        counts: ``[batch, vocabulary]``, the number of times that the response has a token.
+        counts: ``[batch, vocabulary]``, how often the response has each token so far.
     """
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     if params.repetition_penalty != 1:
@@ -89,9 +100,9 @@ def draw(
 ) -> SampledTokens:
     """Sample one token per row.
 
-    The token is the largest of ``log p + Gumbel noise``, which has the distribution p (Maddison et al. 2014,
-    arXiv:1411.0030) and needs no pass for cumulative sums. It hardly depends on rounding: a row with a generator of its
-    own gets the same token in any batch.
+    The token is that with the largest ``log p + Gumbel noise``, which has the distribution p (Maddison et al. 2014,
+    arXiv:1411.0030) and needs no cumulative sums. Rounding hardly ever changes it: a row with a generator of its own
+    gets the same token in any batch. At temperature 0 it is the likeliest token.
 
     Args:
         logits: ``[batch, vocabulary]``, with penalties applied.

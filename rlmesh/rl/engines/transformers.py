@@ -1,10 +1,13 @@
 """`TransformersEngine`: a rollout engine that needs only torch and transformers, and no GPU.
 
-It samples token by token, with a key-value cache, and holds the gate for one token at a time: a flip happens between
-two tokens. All requests are sampled together by one thread, which lives as long as there are requests: a response that
-ends makes room for the next (`rlmesh.rl.engines.continuous`). The ``pause_mode`` decides about running requests when
-weights come: they end (``abort``), they continue with the new weights and a recomputed cache (``keep``), or the flip
-waits for their ends (``wait``).
+It samples token by token, with a key-value cache. All requests are sampled together by one thread, which lives as long
+as there are requests: a response that ends makes room for the next (`rlmesh.rl.engines.continuous`). The ``pause_mode``
+decides what running requests do when weights come: they end (``abort``), they continue with the new weights and a
+recomputed cache (``keep``), or the new weights wait until they have ended (``wait``).
+
+The switch to new weights (the *flip*) needs the engine's version gate (`rlmesh.VersionGate`) for itself. With ``abort``
+and ``keep`` the engine holds the gate for one token at a time, so a flip happens between two tokens; with ``wait`` it
+holds the gate until all running requests have ended.
 """
 
 from __future__ import annotations
@@ -32,8 +35,9 @@ from rlmesh.rl.engines.rollout import PauseMode, Sample, SamplingParams, SleepLe
 __all__ = ["TransformersEngine", "sample_batch"]
 
 GATE_S = 0.2
-"""The time after which a wait for the gate looks for requests that were given up."""
+"""Seconds after which a wait for the gate is interrupted, to look for requests that were given up."""
 CLOSE_S = 60.0
+"""Seconds that `TransformersEngine.close` waits for the thread that samples."""
 
 
 @dataclass(eq=False)
@@ -53,15 +57,15 @@ class _PendingSample:
 
 
 class TransformersEngine:
-    """See the module, and `RolloutEngine`.
+    """A rollout engine of torch and transformers; see the module, and `RolloutEngine` for its methods.
 
     Args:
         model: a causal language model of transformers, in eval mode, on a CPU or a GPU.
         pad_token_id: padding of shorter prompts; masked, so any existing token will do.
         stop_token_ids: tokens that end a response. None: those of the model's configuration.
         tokenizer: for stop texts (`SamplingParams.stop`); has ``decode``.
-        pause_mode: treatment of running requests when weights come.
-        mode: of the sink: `double_buffer` keeps a second set of weights, `in_place` overwrites.
+        pause_mode: what running requests do when weights come; see the module.
+        mode: where new weights are written: ``double_buffer``: to a second set; ``in_place``: over those in use.
         version: the version of the model's current weights; None: serve nothing before the first push.
         max_batch: responses that are sampled together; further requests wait for a free slot.
         lora: the options of the trainer's adapter: the engine adds such an adapter to the model, and takes the
@@ -98,16 +102,16 @@ class TransformersEngine:
         self._tokens, self._busy_s = 0, 0.0
         self._batch = ContinuousBatch(self.model, stop_token_ids=stops, pad=pad_token_id, most_rows=max_batch)
         self._state = threading.Condition()
-        """Guards what follows; notified when a request ends or is let in."""
+        """Guards the fields below; notified when a request ends or may be let in."""
         self._queue: deque[_PendingSample] = deque()
         self._running: dict[Growing, _PendingSample] = {}
         self._draining = False
-        """No request is let in, and a pause waits for those that are."""
+        """True: no request is let in, and a pause waits for the end of those that were."""
         self._ending = False
-        """All requests end where they are."""
+        """True: all requests end at once, with the tokens that they have."""
         self._thread: threading.Thread | None = None
         self._seen = 0
-        """The sink's changes that the running batch knows of."""
+        """The value of the sink's ``changes`` for which the running batch was last prepared."""
 
     @property
     def sink(self) -> WeightSink:
@@ -148,7 +152,7 @@ class TransformersEngine:
         with self._state:
             if not self._state.wait_for(lambda: not self._draining, timeout_s):
                 raise TimeoutError(f"{self.gate.who}: {len(prompts)} samples were not begun within {timeout_s:g} s")
-        # Within the gate: a flip that is under way goes first.
+        # Requests are added within the gate, so that a flip that is under way completes first.
         with self._serving(max(deadline - self._clock(), 0.0)), self._state:
             self._queue.extend(requests)
             if self._thread is None:
@@ -170,8 +174,9 @@ class TransformersEngine:
                     more = self._has_work()
 
     def _steps(self) -> bool:
-        """Sample until no request is left; false then."""
-        # With "wait" the gate is held until all requests that were let in have ended: a flip lets in no more.
+        """Sample until no request is left (returns false), or the gate is not free or ``pause_mode`` has changed
+        (returns true: call again)."""
+        # With "wait" the gate is held until all requests that were let in have ended; while a flip waits, no more are.
         waits = self.pause_mode == "wait"
         with self._held() if waits else nullcontext(0) as version:
             while True:
@@ -183,7 +188,7 @@ class TransformersEngine:
                     return True
 
     def _has_work(self) -> bool:
-        """Forget requests that were given up, and end those that are to end; if none is left, end the thread."""
+        """Drop requests that were given up, and end those that are to end. False if none is left: the thread ends."""
         with self._state:
             for request in [request for request in self._running.values() if request.future.cancelled()]:
                 self._take_out(request)
@@ -224,7 +229,7 @@ class TransformersEngine:
 
     @contextmanager
     def _held(self) -> Iterator[int | None]:
-        """Hold the gate; gives the version, or None if a flip is still under way after `GATE_S`."""
+        """A block that holds the gate; gives the version, or None if a flip is still under way after `GATE_S`."""
         began = self._clock()
         version = None
         with ExitStack() as stack:
@@ -236,7 +241,7 @@ class TransformersEngine:
             yield version
 
     def _step(self) -> None:
-        """A token of each response."""
+        """Sample one token of each response."""
         began = self._clock()
         with self._held() as version:
             if version is None:
@@ -266,7 +271,7 @@ class TransformersEngine:
         return ended
 
     def _end_begun(self) -> None:
-        """End the responses that earlier weights have begun."""
+        """End the responses that have tokens of earlier weights."""
         for growing in self._batch.remove(lambda growing: bool(growing.tokens)):
             request = self._running.pop(growing)
             growing.finish("abort")
@@ -282,7 +287,7 @@ class TransformersEngine:
         with self._serving(timeout_s):
             device = next(self.model.parameters()).device
             tokens = torch.tensor([[*row, *[self._pad] * (width - len(row))] for row in sequences], device=device)
-            # Padding is on the right, to which a causal model does not attend.
+            # No mask is needed: padding is on the right, and a causal model does not attend to the right.
             logits = self.model(input_ids=tokens[:, :-1], use_cache=False).logits
             logits = logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)
             found = logits.gather(-1, tokens[:, 1:].unsqueeze(-1)).squeeze(-1).tolist()
@@ -360,7 +365,7 @@ class _Sink(ModuleSink):
         super().__init__(model, mode, lora="adapter" if lora else "")
         self.gate = gate
         self.changes = 0
-        """The number of times that other weights came into use."""
+        """The number of times that the weights in use have changed."""
         taken = {id(tensor) for same in self._targets.values() for tensor in same}
         every = (*model.parameters(), *model.buffers())
         self._base = [tensor for tensor in every if lora and id(tensor) not in taken]
@@ -410,7 +415,7 @@ class _Sink(ModuleSink):
 
     def rooms(self, entries: Sequence[Any], *, keep: bool) -> Sequence[Tensor | None]:
         found = super().rooms(entries, keep=keep)
-        # The receiver writes into these itself.
+        # The receiver writes these entries into their rooms directly, so stage() never sees them: they have arrived.
         written = (entry for entry, room in zip(entries, found, strict=True) if room is not None)
         self._missing -= {owner for entry in written if (owner := self._owner(entry)) is not None}
         return found

@@ -29,7 +29,7 @@ class _Test:
     code: str = ""
 
     def run(self, sandbox: Sandbox, program: str, wall_s: float, tolerance: float) -> tuple[Ran, bool]:
-        """The end of the program, and if it is right."""
+        """How the program ended, and whether it passed the test."""
         if self.code:
             ran = sandbox.test(program, self.code, wall_s=wall_s)
             return ran, bool(ran.answer)
@@ -71,8 +71,8 @@ def compute_score(
         solution_str: the response.
         ground_truth: the tests.
         cpu_s: CPU time of each test, in whole seconds.
-        total_s: for all tests together. Keep the ``timeout_s`` of the `Reward` above it: a call that the pool of
-            scorers ends is a failure of the scorer, not a wrong program.
+        total_s: for all tests together, below the ``timeout_s`` of the `Reward`: if the pool of scorers ends the call
+            first, the response is `Failed` instead of wrong.
         memory_bytes: of each test.
         partial: give the share of tests that pass. By default, one that fails makes the score 0.
         tolerance: numbers differ by at most this, relative to the right one if that is above 1.

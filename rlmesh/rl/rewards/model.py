@@ -212,7 +212,7 @@ class RewardModel:
 
 
 def _lacking(folder: Path, config: Any) -> list[str]:
-    """Parameters of the head that scores which the files of a folder lack; empty if its files cannot be looked at."""
+    """The scoring head's parameters that a folder's weight files lack; empty if the folder has no safetensors files."""
     import torch
     from safetensors import safe_open
     from transformers import AutoModelForSequenceClassification

@@ -1,8 +1,11 @@
 """The inside of the sandbox, run as a file by an interpreter of its own; see :mod:`rlmesh.rl.rewards.sandbox`.
 
-Three processes follow each other. The *spawner* leaves the namespaces of the host and starts the *keeper*, which is
-process 1 of the new ones. The keeper builds a file system, and starts, watches and ends one *program* per case. The
-program gives up all privileges before it runs code that nobody has read.
+There are three processes. The *spawner* leaves the namespaces of the host and starts the *keeper*, which is process 1
+of the new ones. The keeper builds a file system. For each case (a source to run) it starts, watches and ends one
+*program*, a process that gives up all privileges before it runs code that nobody has read.
+
+The keeper and the parent exchange lines of JSON. The parent sends a case; the keeper says when the program has loaded,
+and the parent sends what to test then, or null; at the end the keeper reports how the program ended.
 
 Only the standard library is imported: nothing else is visible here.
 """
@@ -35,7 +38,7 @@ MS_RDONLY, MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_BIND, MS_REC, MS_PRIVATE = 1, 2, 4
 MNT_DETACH, CLONE_NEWNS, AT_RECURSIVE = 2, 0x00020000, 0x8000
 PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_SECCOMP, PR_CAPBSET_DROP = 1, 4, 22, 24
 PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS = 36, 38
-# Calls that hold memory outside of the counted kinds, look at other processes, or widen the way into the kernel:
+# System calls that get memory beyond the limits, look at other processes, or open more of the kernel to attacks:
 # memfd_create, memfd_secret, shmget, msgget, semget, mq_open, io_uring_setup, bpf, userfaultfd, add_key, request_key,
 # keyctl, perf_event_open, ptrace, process_vm_readv, process_vm_writev.
 DENIED = {
@@ -66,7 +69,7 @@ def main() -> NoReturn:
         libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     keeper = os.fork()
     if keeper:
-        # The keeper answers on these.
+        # From here on only the keeper reads and writes these: their end tells the parent that it has ended.
         os.close(0)
         os.close(1)
         os.waitpid(keeper, 0)
@@ -93,7 +96,7 @@ def keep(settings: dict[str, Any]) -> None:
 
 def build_root(visible: dict[str, str]) -> None:
     """Make a file system of read-only folders, a few devices and nothing else, and move into it."""
-    root = "/sys"  # every system has this folder, and no program needs it
+    root = "/sys"  # the new root is mounted here: every system has this folder, and no program needs it
     mount("none", "/", "", MS_REC | MS_PRIVATE)
     mount("tmpfs", root, "tmpfs", MS_NOSUID | MS_NODEV, "size=1m,mode=755")
     os.umask(0o022)
@@ -217,7 +220,7 @@ class Watched:
         elif sum(map(len, self.found.values())) > self.settings["output_bytes"]:
             self.fault = "output"
         elif name == "answer" and not self.asked and b"\n" in data:
-            # The program has loaded. Only now do this process and the program get the test.
+            # The program has loaded. The test is read only now, so that no code sees it while the program loads.
             self.asked = True
             self.found[name].clear()
             say({"loaded": True})
@@ -237,7 +240,7 @@ class Watched:
             self.fault = self.fault or "memory"
 
     def verdict(self) -> dict[str, Any]:
-        """The end of the program, for the parent."""
+        """How the program ended, for the parent."""
         texts = {name: data.decode("utf-8", "replace") for name, data in self.found.items()}
         code = 0 if self.ended is None else os.waitstatus_to_exitcode(self.ended)
         if not self.fault and code:
@@ -267,7 +270,7 @@ def enter(case: dict[str, Any], settings: dict[str, Any]) -> None:
         (resource.RLIMIT_MEMLOCK, 0),
     ):
         resource.setrlimit(kind, (most, most))
-    if settings["isolated"]:  # outside, all processes of the user would count
+    if settings["isolated"]:  # else the limit would count all processes of this user
         resource.setrlimit(resource.RLIMIT_NPROC, (settings["processes"], settings["processes"]))
         if os.getuid() != NOBODY:
             os.setgroups([])
@@ -288,7 +291,7 @@ def deny_calls() -> None:
     load, equal, at_least, end = 0x20, 0x15, 0x35, 0x06
     allow, refuse, kill = 0x7FFF0000, 0x00050000 | errno.EPERM, 0x80000000
     rules = [(load, 0, 0, 4), (equal, 1, 0, architecture), (end, 0, 0, kill), (load, 0, 0, 0)]
-    rules.append((at_least, len(calls) + 1, 0, 0x40000000))  # the other numbering of x86
+    rules.append((at_least, len(calls) + 1, 0, 0x40000000))  # x32 numbers of the same calls
     rules += [(equal, len(calls) - place, 0, call) for place, call in enumerate(calls)]
     rules += [(end, 0, 0, allow), (end, 0, 0, refuse)]
     code = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *rule) for rule in rules))
@@ -360,7 +363,7 @@ def end_all(isolated: bool) -> None:
         try:
             while os.waitpid(-1, 0)[0]:
                 if not isolated:
-                    break  # orphans of the dead come to this process: look again
+                    break  # the dead one's children are now children of this process: look again
         except ChildProcessError:
             return
 

@@ -43,7 +43,7 @@ class Rewards:
         workers: processes of the pool.
         memory_bytes: of each process (:class:`rlmesh.rl.rewards.process_pool.ScoringPool`).
         examine: print this many scored responses of each batch, spread over it.
-        group: the name of a role → its members, for reward models.
+        group: a function from the name of a role to its members; finds the roles of reward models.
 
     Raises:
         UsageError: no reward, or two of one name.
@@ -190,7 +190,7 @@ class Rewards:
 
 
 def unscored(rewards: Sequence[Reward | RewardModel], data: Prompts) -> Iterator[str]:
-    """One sentence if no reward is for the rows of a data source: their responses could only be left out."""
+    """A fault if the data have a source whose rows no reward scores: responses to these would never be trained on."""
     rows = {str(prompt.row.get("data_source")): prompt.row for prompt in (data[place] for place in range(len(data)))}
     without = sorted(source for source, row in rows.items() if not any(reward.scores(row) for reward in rewards))
     if without:

@@ -36,7 +36,7 @@ class ActorRole(TrainedRole, SendsWeights):
 
     section = "actor"
     host_copy: HostCopy | None = None
-    """The weights of the last step, for a push while the engine sleeps; ``None``: the engine never sleeps."""
+    """The weights of the last step, for a push while the training engine sleeps; ``None``: it never sleeps."""
 
     def make_model(self) -> nn.Module:
         from transformers import AutoModelForCausalLM
@@ -46,8 +46,11 @@ class ActorRole(TrainedRole, SendsWeights):
 
     @rpc
     def log_probs(self, packs: Sequence[Pack], version: int) -> list[NDArray[np.float32]]:
-        """Log-probabilities of the targets of this rank's packs, ``[targets]`` each, at the sampling temperature, by
-        the weights of this version."""
+        """Log-probabilities of the targets of this rank's packs, ``[targets]`` each, at the sampling temperature.
+
+        Raises:
+            SourceRestarted: the weights are not those of ``version``.
+        """
         self.require(version)
         with self.turns.turn(TRAINING):
             found = self.engine.packed_log_probs(packs, temperature=self.run_settings.rollout.temperature)
@@ -55,10 +58,13 @@ class ActorRole(TrainedRole, SendsWeights):
 
     @rpc
     def update(self, share: Share, version: int) -> dict[str, float]:
-        """Make one optimizer step per epoch on this rank's share of a batch, from the weights of this version on.
+        """Make one optimizer step per epoch on this rank's share of a batch, beginning with the weights of ``version``.
 
         Returns:
             means over the tokens of the whole batch, and norms; the same on every rank.
+
+        Raises:
+            SourceRestarted: the weights are not those of ``version``.
         """
         self.require(version)
         self._first_log_probs: list[Tensor] = []
@@ -76,8 +82,8 @@ class ActorRole(TrainedRole, SendsWeights):
 
     @rpc
     def first_log_probs(self) -> list[NDArray[np.float32]]:
-        """Log-probabilities of the targets of this rank's packs in the first epoch of the last update, ``[targets]``
-        each: those of the weights before it."""
+        """Log-probabilities of the targets of this rank's packs by the weights before the last update, ``[targets]``
+        each, kept from the update's first epoch."""
         return [each.cpu().numpy() for each in self._first_log_probs]
 
     def next_share(self, share: Share) -> Share:
@@ -104,16 +110,17 @@ class ActorRole(TrainedRole, SendsWeights):
     def loss(self, model: nn.Module, part: PackedPart, normalisers: Normalisers) -> tuple[Tensor, Mapping[str, Tensor]]:
         """This pack's share of the loss, and shares of statistics; see `TrainingEngine.train_step`.
 
-        For an algorithm that does not read log-probabilities, ``part.columns.old_log_probs`` is ``None`` in the first
-        epoch: the ratio is measured from those of this pass.
+        If the algorithm does not read log-probabilities, ``part.columns.old_log_probs`` is ``None`` in the first epoch:
+        this pass's own log-probabilities are the old ones then, and each ratio is 1.
         """
         terms = model(packed=part.inputs, temperature=self.run_settings.rollout.temperature)
         return policy_share(terms, part.columns, normalisers, self.run_settings.algorithm)
 
     @property
     def pushed(self) -> Lora | None:
-        """The form of the weights that engines get: with LoRA the adapter alone, merged for engines without adapters;
-        None: all weights."""
+        """The form in which engines get the weights. With LoRA: ``"adapter"``, the adapter alone, for engines of
+        transformers, or ``"merged"``, all weights with the adapter added, for the others. Without LoRA: None, all
+        weights."""
         if self.settings.lora.rank == 0:
             return None
         return "adapter" if self.run_settings.rollout.engine == "transformers" else "merged"

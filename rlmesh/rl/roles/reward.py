@@ -23,7 +23,7 @@ __all__ = ["ModelScorer", "RewardRole", "add_reward_roles", "conversation_ids"]
 
 
 class RewardRole(TakesTurns):
-    """Scores conversations with the reward model of the run that is named as its role. Override `make_scorer`."""
+    """Scores conversations with one of the run's reward models: the one whose role this is. Override `make_scorer`."""
 
     def setup(self) -> None:
         self.run_settings: Run = run_settings()
@@ -118,7 +118,8 @@ class ModelScorer(FrozenModel):
         return conversation_ids(self.tokenizer, one.prompt, one.response, ended=one.ended)
 
     def _batches(self, rows: dict[int, list[int]]) -> Iterator[list[int]]:
-        """Places of rows of similar length, within the budget of tokens; one by one if the model has no padding."""
+        """Batches of places: rows of similar length, within the token budget; single rows if the model has no padding
+        token."""
         batch: list[int] = []
         for place in sorted(rows, key=lambda one: -len(rows[one])):
             width = len(rows[batch[0]]) if batch else 0
@@ -159,13 +160,14 @@ def add_reward_roles(builder: RLJobBuilder, rewards: Iterable[object], resource:
 def conversation_ids(
     tokenizer: Any, prompt: str | Sequence[Mapping[str, Any]], response: str, *, ended: bool = True
 ) -> list[int]:
-    """Token ids of a prompt and its response, as reward models are trained on and score them.
+    """Token ids of a prompt and its response, for the training of a reward model and for its scores alike.
 
     Args:
         tokenizer: of the reward model.
         prompt: a text, or chat messages, which the tokenizer's chat template formats together with the response.
         response: the text.
-        ended: the response ended by itself. After a prompt that is a text, the end token then follows, if there is one.
+        ended: the response ended by itself. If ``prompt`` is a text, the tokenizer's end token is then appended, unless
+            it is there already.
     """
     if not isinstance(prompt, str):
         messages = [*map(dict, prompt), {"role": "assistant", "content": response}]

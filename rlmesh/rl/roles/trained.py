@@ -38,9 +38,9 @@ class Share:
     Attributes:
         packs: of this rank; may be none.
         columns: of each pack, on the CPU.
-        empty: the columns of a pack without targets.
+        empty: the columns of a pack without targets, for a pass of a rank that has fewer packs than others.
         normalisers: of the whole batch, over all ranks.
-        tokens: with a weight in the policy component, of the whole batch.
+        tokens: number of tokens of the whole batch that have a weight in the policy component.
     """
 
     packs: tuple[Pack, ...]
@@ -75,7 +75,7 @@ class TrainedRole(TakesTurns):
             dist.destroy_process_group()
 
     def make_parts(self) -> None:
-        """Make what is used on the device, and add each part to the turns."""
+        """Make the engines and models that use the device, and add each to ``self.turns``."""
         self.engine = make_engine(self.run_settings.train, self.make_model(), self.settings)
         self.turns.add(TRAINING, wake=lambda: self.engine.reload(), sleep=lambda: self.engine.offload())
 
@@ -95,7 +95,7 @@ class TrainedRole(TakesTurns):
         return reports
 
     def next_share(self, share: Share) -> Share:
-        """The share of the next epoch, after one on ``share``."""
+        """The share of the next epoch, given that of the epoch just made."""
         return share
 
     # Versions.
@@ -111,7 +111,7 @@ class TrainedRole(TakesTurns):
         return self.engine.steps // self.settings.epochs
 
     def require(self, version: int) -> None:
-        """Refuse to go on with the weights of another step: a role that restarts between two calls has lost steps.
+        """Refuse to go on unless the weights are those of ``version``: a role that has restarted has lost steps.
 
         Raises:
             SourceRestarted: the weights have seen another number of steps of the run.
@@ -128,7 +128,10 @@ class TrainedRole(TakesTurns):
 
     @rpc
     def restore(self, step: int) -> None:
-        """Have the weights and the optimizer state of a step: as they are, from its checkpoint, or those of the start.
+        """Go to the weights and the optimizer state of a step.
+
+        Nothing is done if they are here already. Else they come from the step's checkpoint, or, for step 0, from the
+        initial model.
 
         Raises:
             UsageError: the step has no checkpoint.
@@ -182,7 +185,7 @@ def make_engine(kind: str, model: nn.Module, settings: ActorSettings) -> Trainin
 
 
 def mean_of(reports: Sequence[StepReport], name: str) -> float:
-    """The mean of a statistic over the tokens that the policy component counts, and over epochs."""
+    """The mean of a statistic over the tokens that the loss counted (its statistic ``tokens``), and over epochs."""
     tokens = max(reports[-1].statistics.get("tokens", 0.0), 1.0)
     return sum(report.statistics[name] for report in reports) / len(reports) / tokens
 

@@ -1,6 +1,6 @@
-"""`read_run`: a `Run` from plain values, such as those of a YAML file, with all of their faults.
+"""`read_run`: a `Run` from plain values, such as those of a YAML file, or all of their faults.
 
-Keys are those of `Run` and its sections. Algorithm and rewards go by name (:mod:`rlmesh.rl.trainers.named`)::
+Keys are those of `Run` and its sections. Algorithm and rewards are given by name (:mod:`rlmesh.rl.trainers.named`)::
 
     {"model": "…", "data": "…", "rewards": ["gsm8k"], "algorithm": {"name": "grpo", "samples": 8}}
 """
@@ -34,8 +34,8 @@ def read_run(config: Any, overrides: Sequence[str] = (), *, look: bool = False) 
 
     Args:
         config: a mapping, a dataclass, or a configuration of OmegaConf (as Hydra gives it).
-        overrides: ``section.key=value`` texts, which come last.
-        look: if something is wrong, look at the folder of the model and the files of the data too.
+        overrides: ``section.key=value`` texts, which replace values of ``config``.
+        look: if something is wrong, check the model's folder and the data files too, for faults to report with it.
 
     Returns:
         a run and no faults, or ``None`` and one sentence per fault.
@@ -57,7 +57,7 @@ def as_mapping(config: Any) -> dict[str, Any]:
     """Plain values of a mapping, of a dataclass (its sections may be dataclasses), or of OmegaConf.
 
     Raises:
-        UsageError: it is none of them, or OmegaConf misses a value.
+        UsageError: it is none of them, or OmegaConf lacks a value.
     """
     if type(config).__module__.partition(".")[0] == "omegaconf":
         from omegaconf import DictConfig, OmegaConf
@@ -83,7 +83,7 @@ class _SettingsReader:
         self.sections = dict(keys_of(Run))
 
     def override(self, values: dict[str, Any], text: str) -> None:
-        """Set one value, whose sections are made where they are missing."""
+        """Set one value; sections that are missing are made."""
         path, equals, value = text.partition("=")
         if not equals:
             self.faults.append(f"{text!r} is no setting: write section.key=value")
@@ -118,7 +118,7 @@ class _SettingsReader:
         for key in REQUIRED:
             found.setdefault(key, "?")
         try:
-            # Wrong values are left out here, so that this tells the faults of all others.
+            # Values with a known fault are left out, so that the checks of `Run` report the faults of the others.
             run = Run(**found)
         except UsageError as error:
             self.faults += str(error).removeprefix("Run: ").split("\n  ")
@@ -126,7 +126,7 @@ class _SettingsReader:
         return run
 
     def arguments(self, kind: type[Any], values: Mapping[str, Any], where: str) -> dict[str, Any]:
-        """The right ones of a section's values, as arguments of its class."""
+        """The valid values of a section, as arguments of its class; the faults of the others are collected."""
         hints = get_type_hints(kind)
         known = {one.name for one in dataclasses.fields(kind) if one.init}
         found = {}
@@ -235,11 +235,11 @@ _MEANING = {
 
 
 def _nothing(response: str) -> None:
-    """A reward in the place of wrong ones."""
+    """A placeholder for rewards that could not be read, so that the other settings can be checked."""
 
 
 def _section_in(kind: Any) -> type[Any] | None:
-    """The dataclass of settings that a field may hold."""
+    """The dataclass of settings that a field of this type may hold; ``None``: it holds none."""
     for one in get_args(kind) or (kind,):
         if isinstance(one, type) and dataclasses.is_dataclass(one):
             return one

@@ -90,7 +90,7 @@ class TrainerHere(Trainer):
 
 
 class RoleHere:
-    """The one member of a role, in this process: what the trainer uses of a `RoleGroup`.
+    """The one member of a role, in this process, with those methods of `RoleGroup` that the trainer uses.
 
     Args:
         context: of the member.

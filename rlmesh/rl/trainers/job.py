@@ -16,7 +16,7 @@ __all__ = ["build"]
 def build(run: Run) -> DLJob:
     """Describe the job of a run.
 
-    Without GPUs, roles that share devices share virtual ones, which order their turns in the same way.
+    Without GPUs, roles that share devices share virtual ones, so that they take turns as on GPUs.
     """
     from rlmesh.rl.roles.fused import ActorRollout, ActorRolloutRef
     from rlmesh.rl.roles.reward import add_reward_roles

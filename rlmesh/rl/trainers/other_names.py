@@ -98,4 +98,4 @@ ELSEWHERE: Mapping[str, str] = {
     "nnodes": "nodes",
     "actor_num_nodes": "nodes",
 }
-"""Their names, with so much of their section as makes them unique, and ours."""
+"""Another library's name → the setting of `Run`. A name has as many of its sections as make it unique."""

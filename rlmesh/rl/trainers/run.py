@@ -52,7 +52,7 @@ NEEDS = ("critic", "greedy", "reference")
 
 @dataclass(frozen=True)
 class RunResult:
-    """The end of a run.
+    """The result of a run.
 
     Attributes:
         run_dir: the run directory, with logs, metrics, checkpoints and the exported model.
@@ -161,7 +161,7 @@ class Run:
         Args:
             config: a YAML, JSON or Python file, a mapping, a dataclass, or a configuration of OmegaConf or Hydra.
                 Algorithm and rewards go by name: ``{"algorithm": {"name": "grpo"}, "rewards": ["gsm8k"], …}``.
-            overrides: ``section.key=value`` texts, which come last.
+            overrides: ``section.key=value`` texts, which replace values of ``config``.
 
         Raises:
             UsageError: lists all faults.
@@ -211,7 +211,7 @@ class Run:
             )
 
     def check(self) -> None:
-        """Check what the settings name, before any process starts: model, tokenizer, data, rewards on row 0.
+        """Check model, tokenizer, data, and the rewards on row 0, before any process starts.
 
         Raises:
             UsageError: lists all faults.
@@ -241,7 +241,7 @@ class Run:
 
     @property
     def reward_models(self) -> tuple[RewardModel, ...]:
-        """The rewards that a role of their own gives."""
+        """The rewards that are reward models; each has a role of its own."""
         return tuple(one for one in self.scored if isinstance(one, RewardModel))
 
     @property
@@ -277,11 +277,10 @@ class Run:
         return result_of(Path(result.run_dir))
 
     def here(self, name: str = "run", run_dir: str | Path | None = None) -> RunResult:
-        """Check the settings, and run everything in this process, for debugging: no job, and no other process but those
-        of rewards.
+        """Check the settings, and run everything in this process, for debugging. Only rewards have other processes.
 
-        There is one rank and one engine, whatever the settings say; with the same settings otherwise, the numbers are
-        those of the job. A run directory that has a checkpoint is continued.
+        There is one rank and one engine, whatever the settings say: the numbers are those of a job with one rank and
+        one engine. A run directory that has a checkpoint is continued.
 
         Args:
             name: of the new run directory.

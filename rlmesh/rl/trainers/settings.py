@@ -114,8 +114,8 @@ class CriticSettings(ActorSettings):
 
     Attributes:
         lr: peak learning rate of AdamW.
-        model: a folder or hub name; ``None``: the run's model. Its layers get a new head, unless it is a model with
-            one label (a reward model).
+        model: a folder or hub name; ``None``: the run's model. A model with one label (a reward model) keeps its head;
+            any other gets a new one.
     """
 
     lr: float = 1e-5
@@ -208,7 +208,7 @@ def wrong_types(settings: Any, where: str) -> Iterator[str]:
 
 
 def keys_of(settings: Any) -> Iterator[tuple[str, tuple[str, ...]]]:
-    """The keys of settings, of an object or of its class, by section; the section ``""`` is the outermost."""
+    """Pairs of a section and its keys, for settings given as an object or as a class; ``""`` is the outermost."""
     own = tuple(one.name for one in dataclasses.fields(settings) if one.init)
     yield "", own
     hints = get_type_hints(settings if isinstance(settings, type) else type(settings))
@@ -222,7 +222,7 @@ def keys_of(settings: Any) -> Iterator[tuple[str, tuple[str, ...]]]:
 
 
 def unknown_key(place: str, sections: Mapping[str, Sequence[str]]) -> str:
-    """The fault of a key that does not exist, with the one that was meant, in this section or in another.
+    """The message about a key that does not exist, with the key that was probably meant, of this section or another.
 
     Args:
         place: the key with its sections, such as ``actor.learning_rte``.
@@ -242,7 +242,7 @@ def unknown_key(place: str, sections: Mapping[str, Sequence[str]]) -> str:
     named = [name for name in ELSEWHERE if f".{place}".endswith(f".{name}") or name == key]
     if not named and (near := get_close_matches(key, own, 1)):
         return f"{fault}; did you mean {f'{section}.{near[0]}'.lstrip('.')}?"
-    # A similar name of another library is no better than none of ours, unless it is very similar.
+    # If no key of this section is similar, suggest another library's name, but only if that is very similar.
     if named := named or get_close_matches(key, ELSEWHERE, 1, cutoff=0.85):
         return f"{fault}; did you mean {ELSEWHERE[named[0]]}, which is {named[0]} elsewhere?"
     for name, keys in sections.items():

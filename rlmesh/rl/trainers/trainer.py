@@ -1,4 +1,4 @@
-"""The training loop. It fits one screen and is meant to be copied: see `Trainer.fit`."""
+"""The training loop. It fits on one screen, and is meant to be copied and changed: see `Trainer.fit`."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ __all__ = ["Trainer", "result_of"]
 
 PUSHES = 5
 RESTART_NEWS_S = 2.0
-"""The time for which a failed call waits for the news that a restart was its reason, in seconds."""
+"""Seconds that a failed call waits for the news that a restart was its cause."""
 SUMMARY, MODEL = "summary.json", "model"
 
 
@@ -148,10 +148,10 @@ class Trainer:
         return kept
 
     def evaluate(self, groups: Sequence[Group]) -> tuple[dict[str, Packs], Evaluated]:
-        """The groups with all that the roles say of them, and as packs for the actor and the critic.
+        """Pack the groups, and ask the roles for what the algorithm needs: log-probabilities, values, greedy rewards.
 
         Returns:
-            the packs of each model in training, one row of them for each of its ranks; and the batch.
+            by model in training (``actor``, ``critic``), the packs of its ranks; and the batch with the roles' answers.
         """
         episodes = Group.episodes_of(groups)
         numbers = [number for number, group in enumerate(groups) for _ in group.episodes]
@@ -207,7 +207,8 @@ class Trainer:
         return [self.rewards.total(episode) for episode in Group.episodes_of(self.score(self.rewards, made))]
 
     def ask(self, role: Any, method: str, packs: Packs, *given: Any) -> Any:
-        """Call a method of all members with packs (one rank's each, or as many as they are) and the same ``given``."""
+        """Call a method of all members of a role. Each gets its rank's packs, or, if the packs were made for another
+        number of ranks, an equal part of all packs. ``given`` is the same for all."""
         shares: list[list[Any]] = [list(own) for own in packs.by_rank]
         if len(shares) != len(role):
             flat = [one for own in shares for one in own]
@@ -216,7 +217,8 @@ class Trainer:
         return role.call(method, shares, *([each] * len(shares) for each in given), _scatter=True)
 
     def train(self, packs: dict[str, Packs], batch: Evaluated, weights: TokenWeights) -> dict[str, float]:
-        """One optimizer step per epoch; gives what the roles report, and how far engine and actor are apart."""
+        """Make one optimizer step per epoch. Returns the roles' metrics, and the gap between the log-probabilities of
+        rollout engine and actor."""
         # The actor's update comes last: on shared devices it has its turn right before the push.
         calls = [
             role.call("update", shares_of(packs[name], batch, weights), [self.version] * len(role), _scatter=True)
@@ -237,7 +239,8 @@ class Trainer:
         }
 
     def save(self) -> bool:
-        """Write a checkpoint of all models in training if this step is to have one. It counts once `finish` says so."""
+        """Write a checkpoint of all models in training if this step is to have one; true if so. The checkpoint counts
+        as soon as `finish` has noted it."""
         step = self.version
         if step % self.settings.save_every and step != self.settings.steps:
             return False
@@ -272,7 +275,7 @@ class Trainer:
             self.weight_sync.catch_up()
 
     def finish(self, step: int, metrics: dict[str, float], saved: bool) -> None:
-        """Validate and report, and note that the step is done."""
+        """Validate and report, and note on disk that the step is done, and whether it is saved."""
         settings = self.settings
         if step == settings.steps or (settings.validate_every and step % settings.validate_every == 0):
             metrics |= self.validate()
@@ -281,7 +284,7 @@ class Trainer:
         Progress(step, step if saved else Progress.read(self.run_dir).saved).write(self.run_dir)
 
     def validate(self) -> dict[str, float]:
-        """Mean rewards of greedy responses to the validation prompts; empty without any."""
+        """Mean rewards of greedy responses to the validation prompts; empty if the run has no validation data."""
         if self.settings.validation is None:
             return {}
         prompts = list(self._validation)
@@ -341,7 +344,7 @@ class Trainer:
         return found
 
     def hold(self, role: Any) -> None:
-        """Let a role keep the devices that it shares with others until another one, or ``None``, is named."""
+        """Let a role keep the devices that it shares with others, until `hold` is called for another role or None."""
         if role is self.holder or not self.shares:
             return
         if self.holder is not None:
@@ -357,7 +360,7 @@ class Trainer:
         return any(any(role.call("shares_devices").result()) for role in (self.actor, self.engines))
 
     def begin(self) -> None:
-        """Bring all models in training to the same step, publish it, and validate before the first one."""
+        """Bring all models in training to the same step, and publish the weights; at step 0, validate."""
         before, self.holder = self.version, None
         if self.shares:
             for role in {id(role): role for role in (self.engines, self.actor)}.values():
@@ -386,7 +389,8 @@ class Trainer:
 
 
 def _trained_role_restarted() -> bool:
-    """True if a failed call was due to a restart of the actor or the critic. The news may come after the error."""
+    """True if the actor or the critic restarted, so that a failed call was due to that. The news may come after the
+    error."""
     deadline = time.monotonic() + RESTART_NEWS_S
     while (left_s := deadline - time.monotonic()) > 0:
         if any(event.role in ("ACTOR", "CRITIC") for event in current_worker().events(left_s)):
@@ -395,7 +399,7 @@ def _trained_role_restarted() -> bool:
 
 
 def result_of(run_dir: Path) -> RunResult:
-    """The end of a run, from its run directory."""
+    """The result of a run, read from its run directory."""
     from rlmesh.rl.trainers.run import RunResult
 
     summary = json.loads((run_dir / SUMMARY).read_text())

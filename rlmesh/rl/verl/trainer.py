@@ -24,9 +24,9 @@ if TYPE_CHECKING:
 __all__ = ["RayPPOTrainer"]
 
 FIT_WAIT_S = 24 * 3600.0
-"""The time in which `RayPPOTrainer.fit` must be called after `RayPPOTrainer.init_workers`, in seconds."""
+"""Seconds after `RayPPOTrainer.init_workers` within which `RayPPOTrainer.fit` must be called."""
 INIT_WAIT_S = 1800.0
-"""The time that all models may take to load, in seconds."""
+"""Seconds that all models together may take to load."""
 BEGUN = "fit-begun"
 POLICY = {
     "Actor": ("Actor", "Rollout"), "ActorRollout": ("ActorRollout",), "ActorRolloutRef": ("ActorRolloutRef",),
@@ -43,8 +43,9 @@ class VerlRun(Run):
     """The settings of a `RayPPOTrainer`.
 
     Attributes:
-        manager: scores the responses of training, unless a reward model does; ``None``: the rewards do.
-        validation_manager: scores those of validation: a `Rewards`, or rewards; ``None``: as in training.
+        manager: scores the responses in training, unless a reward model does; ``None``: ``rewards`` score them.
+        validation_manager: scores the responses in validation: a `Rewards`, or what ``Run.rewards`` takes; ``None``:
+            they are scored as in training.
     """
 
     manager: Any = None
@@ -92,9 +93,9 @@ class RayPPOTrainer:
     """Trains by PPO or one of its relatives, on roles, workers and pools that the caller names.
 
     Args:
-        config: with verl's keys, as attributes, mappings or OmegaConf's containers. The log names the keys that change
-            nothing here.
-        tokenizer: of the model; the roles load it from the model's folder themselves.
+        config: a configuration with verl's keys: objects with attributes, mappings or OmegaConf's containers. The log
+            names the keys that change nothing here.
+        tokenizer: of the model, to count prompts. The roles load their own from the model's folder.
         role_worker_mapping: the worker class of each role.
         resource_pool_manager: the pools of devices, and the pool of each role. Roles of one pool take turns on its
             devices; on CPUs (``trainer.device="cpu"``) a device is a place without a GPU.
@@ -103,7 +104,8 @@ class RayPPOTrainer:
         val_reward_fn: the same for validation; by default ``reward_fn``.
 
     Raises:
-        NotImplementedError: names the strategy or the estimator of advantages that there is not.
+        NotImplementedError: the strategy or the advantage estimator does not exist here; the message names it. Or
+            ``ray_worker_group_cls`` is for Megatron-LM.
         UsageError: lists the other faults.
     """
 

@@ -31,8 +31,10 @@ class Set:
         source: its usual name, which becomes ``data_source``.
         columns: the columns of its files.
         row: one row of its files → prompt, ground truth (``None``: a reward model scores), and further data to keep.
-        truth: the column with the right answers, which a split for competitions lacks; ``""``: no split lacks it.
-        subsets: its folders are parts of the whole, and not versions of each other.
+        truth: the column with the right answers, if it is empty in some split (the test split of a competition), which
+            is then left out; ``""``: every split has its answers.
+        subsets: folders are parts of the set, and are read together; False: they are versions of it, and one must be
+            chosen.
     """
 
     source: str

@@ -279,7 +279,9 @@ class ModuleEngine(ABC):
 
 
 class EngineSource:
-    """A source of a `WeightSync` whose engine may be offloaded: its memory must not be kept open by sinks.
+    """The source of a `WeightSync` for an engine that may be offloaded.
+
+    It is not ``lasting``: sinks may not keep the memory of the weights open, which `offload` would then not free.
 
     If the engine is never offloaded, ``ModuleSource(engine.plain)`` can be faster on a GPU, since a sink may then keep
     the memory of the weights open.
@@ -305,7 +307,10 @@ class EngineSource:
 
 
 def _exportable(tensor: Tensor) -> Tensor:
-    """The same memory, as a tensor that may become a NumPy array: torch never frees memory that NumPy refers to."""
+    """A tensor with a storage of its own over the same memory, for sinks that make a NumPy array of it.
+
+    torch cannot free a storage from which a NumPy array was made: `offload` could not free the engine's own one.
+    """
     if tensor.device.type != "cpu" or not tensor.numel():
         return tensor
     imported: Tensor = from_dlpack(tensor)

@@ -85,7 +85,8 @@ class TorchEngine(ModuleEngine):
 
     def _state(self) -> dict[str, Any]:
         """The state of weights and optimizer, by names of the model; options are no part of it."""
-        # Before the first step, make the optimizer's state here: torch would make it by a step, which then counts.
+        # Make the optimizer's state here if there was no step yet: get_state_dict would make it by a dummy step, which
+        # the state then counts.
         for parameter in (p for group in self.optimizer.param_groups for p in group["params"]):
             state = self.optimizer.state[parameter]
             if not state:

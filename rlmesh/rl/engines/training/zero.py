@@ -96,7 +96,7 @@ class DeepSpeedEngine(ModuleEngine):
             held = getattr(self.optimizer, name, {})
             for key in held:
                 held[key] = None
-        # Gradients are accumulated unless this marks the beginning of a step.
+        # DeepSpeed adds to the last step's gradients unless this number says that a step begins.
         self.optimizer.micro_step_id = 0 if self.stage == 3 else -1
 
     # Weights and memory.

@@ -217,7 +217,7 @@ class AsyncVllmEngine(VllmBase):
         return not self._stretches
 
     def _give_up_halt(self) -> None:
-        """Resume vLLM in the background once its pause is over, which may never happen."""
+        """Resume vLLM in the background after a halt that failed: as soon as vLLM accepts it, which may be never."""
         self._halted = False
         kept, self._kept = self._kept, []
         if self._engine is None:  # closed in the meantime

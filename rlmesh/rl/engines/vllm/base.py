@@ -335,7 +335,7 @@ class VllmBase(ABC):
         except TimeoutError:
             answer.cancel()
             if answer.done() and not answer.cancelled():
-                return answer.result(0)  # it ended just now, or the timeout is its own error
+                return answer.result(0)  # it has just ended, or itself raised the TimeoutError
             raise TimeoutError(
                 f"{self.gate.who}: vLLM did not {what} within {timeout_s:g} s. It is stopped, hangs, or needs longer: "
                 "see the stacks of its processes; close() ends it"
@@ -371,7 +371,7 @@ class VllmBase(ABC):
 
         Raises:
             WeightSyncError: requests still ran after ``timeout_s``, and continue.
-            TimeoutError: vLLM did not stop in time; kept requests continue when it has.
+            TimeoutError: vLLM did not stop in time; the kept requests continue once it has stopped.
         """
 
     @abstractmethod
@@ -428,7 +428,7 @@ def engine_args(model: str, given: Mapping[str, Any], *, in_process: bool) -> di
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # this process has threads
     }
     if on_cpu:
-        # The first would compile for seconds at the first request, the second would bind cores exclusively.
+        # By default vLLM would compile for seconds at the first request, and bind cores for itself alone.
         environment |= {"TORCHDYNAMO_DISABLE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
     for name, value in environment.items():
         os.environ.setdefault(name, value)
@@ -444,8 +444,8 @@ def engine_args(model: str, given: Mapping[str, Any], *, in_process: bool) -> di
     if on_cpu:
         arguments |= {"enforce_eager": True, "kv_cache_memory_bytes": CPU_CACHE_BYTES}
         if not in_process and given.get("tensor_parallel_size", 1) == 1 and given.get("pipeline_parallel_size", 1) == 1:
-            # One worker needs no process of its own, which vLLM uses on CPUs to set OpenMP threads: worker process and
-            # scheduler would poll each other's messages without a pause, and occupy two cores for one engine.
+            # Run a single worker in the scheduler's process. On CPUs vLLM would start a process for it, to set its
+            # OpenMP threads; the two would then busy-poll each other's messages, and occupy two cores per engine.
             from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
             arguments["distributed_executor_backend"] = UniProcExecutor

@@ -22,14 +22,15 @@ KIND = "torch"
 
 
 def write_state(folder: Path, state: dict[str, Any], steps: int, side: dist.ProcessGroup | None) -> Callable[[], Path]:
-    """Copy a state, and begin to write it. A collective step, as is the returned function, which needs a thread.
+    """Copy a state, and begin to write it. A collective step.
 
     Args:
         state: nested mappings of tensors and DTensors; they may differ between ranks.
         side: a group for checkpoints alone.
 
     Returns:
-        a function that waits, makes the checkpoint the current one, and returns its folder.
+        a function that waits, makes the checkpoint the current one, and returns its folder. It is a collective step
+        too, and blocks: call it on a thread of its own.
     """
     rank, count = ranks.here()
     place = CheckpointFolder(folder)

@@ -85,7 +85,7 @@ def _write_file(aside: Path, index: int, count: int, tensors: Any, stem: str) ->
 
     if index == 0:
         shutil.rmtree(aside, ignore_errors=True)
-        aside.mkdir(mode=0o700, parents=True)  # private: its owner may share it
+        aside.mkdir(mode=0o700, parents=True)  # the owner may open it to others later
     whole = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     save_file(whole, aside / _file_name(index, count, stem), metadata={"format": "pt"})
 
