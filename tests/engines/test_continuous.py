@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Sequence
 from concurrent.futures import CancelledError
 from dataclasses import replace
 from typing import Any
@@ -138,7 +139,7 @@ class Letters:
 
     longest = 0
 
-    def decode(self, ids: list[int], **options: Any) -> str:
+    def decode(self, ids: Sequence[int], **options: Any) -> str:
         self.longest = max(self.longest, len(ids))
         return "".join(chr(33 + token) for token in ids)
 

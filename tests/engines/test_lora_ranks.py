@@ -13,6 +13,8 @@ import torch
 
 from tests.engines import lora_ranks
 from tests.engines.test_training_engines import WITH_DEEPSPEED
+from tests.engines.training_model import build_policy
+from tests.rl.episodes import VOCABULARY
 
 pytest.importorskip("peft", reason="peft is not installed: pip install 'rlmesh[lora]'")
 
@@ -81,17 +83,17 @@ def test_every_engine_trains_the_same_adapter(kind: str, ranks: int, alone: dict
         close(seen["reloaded"], seen["goes on"], 0)
     names = {name for _, name in written(tmp_path / "saved")}
     assert names and not any("base_layer" in name or "embed" in name for name in names)
-    base = lora_ranks.build_policy(vocabulary=lora_ranks.VOCABULARY)
+    base = build_policy(vocabulary=VOCABULARY)
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
     added = PeftModel.from_pretrained(base, tmp_path / "adapter")
-    ids = torch.arange(12).unsqueeze(0) % lora_ranks.VOCABULARY
+    ids = torch.arange(12).unsqueeze(0) % VOCABULARY
     with torch.no_grad():
         torch.testing.assert_close(merged(input_ids=ids).logits, added(input_ids=ids).logits, rtol=0, atol=1e-5)
 
 
 def written(folder: Path) -> list[tuple[str, str]]:
     """(file, tensor) of all tensors in the current checkpoint."""
-    from torch.distributed.checkpoint import FileSystemReader
+    from torch.distributed.checkpoint.filesystem import FileSystemReader
 
     (data,) = folder.glob("step-*")
     return [(data.name, name) for name in FileSystemReader(data).read_metadata().state_dict_metadata]

@@ -23,7 +23,7 @@ class Reads(TorchDispatchMode):
     """Counts values that are read from tensors."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.count = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -69,7 +69,9 @@ def batch_of(bad: bool = False) -> tuple[PackedBatch, TokenWeights]:
     weights = ALGORITHM.weigh(whole)
     columns = [Columns.of(one, whole, weights, "cpu", torch.float32) for one in [*packs, EMPTY]]
     if bad:
-        columns[1].old_log_probs[0] = float("nan")
+        old_log_probs = columns[1].old_log_probs
+        assert old_log_probs is not None
+        old_log_probs[0] = float("nan")
     return PackedBatch(packs, columns[:-1], columns[-1]), weights
 
 

@@ -55,10 +55,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tokenizer.pre_tokenizer = Split(Regex(";"), "isolated")
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<end>")
     torch.manual_seed(0)
+    labels: dict[str, Any] = {"num_labels": 1}
     config = SmolLM3Config(
         vocab_size=len(words), hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2, max_position_embeddings=64, pad_token_id=0, eos_token_id=1, bos_token_id=None,
-        num_labels=1,
+        **labels,
     )  # fmt: skip
     for name, kind in (("model", SmolLM3ForCausalLM), ("judge", SmolLM3ForSequenceClassification)):
         kind(config).save_pretrained(root / name)
@@ -241,13 +242,14 @@ def test_plain_objects_are_configurations_too(folder: Path) -> None:
 
 
 def test_roles_are_open() -> None:
+    role_of: Any = Role
     assert [role.name for role in Role][:7] == [
         "Actor", "Rollout", "ActorRollout", "Critic", "RefPolicy", "RewardModel", "ActorRolloutRef",
     ]  # fmt: skip
-    assert (Role.Critic.value, Role(3), Role["Critic"]) == (3, Role.Critic, Role.Critic)
+    assert (Role.Critic.value, role_of(3), Role["Critic"]) == (3, Role.Critic, Role.Critic)
 
     class MyRole(Role):
-        Judge = 9
+        Judge: Any = 9
 
     assert MyRole.Actor is Role.Actor and MyRole.Judge.value == 9 and not hasattr(Role, "Judge")
     assert isinstance(MyRole.Judge, Role) and MyRole.Judge in MyRole

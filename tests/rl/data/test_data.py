@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import gzip
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +38,7 @@ def text_of(ids: Any) -> str:
     return "".join(map(chr, ids))
 
 
-def write_lines(path: Path, rows: list[Mapping[str, Any]]) -> Path:
+def write_lines(path: Path, rows: Sequence[Mapping[str, Any]]) -> Path:
     path.write_text("\n".join(json.dumps(row) for row in rows) + "\n")
     return path
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import platform
 import socket
 import subprocess
 import sys
@@ -17,7 +18,7 @@ import psutil
 import pytest
 
 from rlmesh.errors import UsageError
-from rlmesh.rl.rewards import Reward, code, sandbox
+from rlmesh.rl.rewards import Reward, code
 from rlmesh.rl.rewards.process_pool import ScoringPool
 from rlmesh.rl.rewards.sandbox import Limits, Ran, Sandbox
 from rlmesh.rl.types import Failed, Score
@@ -247,7 +248,7 @@ def test_tests_cannot_be_read_before_the_program_has_loaded(box: Sandbox) -> Non
 
 
 def test_isolation_that_the_kernel_refuses_is_an_error_and_not_a_risk(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sandbox.platform, "release", lambda: "5.10.0-8-amd64")
+    monkeypatch.setattr(platform, "release", lambda: "5.10.0-8-amd64")
     with pytest.raises(UsageError, match=r"Linux 5\.10\.0-8-amd64 is older than 5\.14\. Programs cannot be isolated"):
         code.compute_score("nothing", "assert True")
     assert code.compute_score(TWICE, "assert twice(1) == 2", isolated=False).value == 1

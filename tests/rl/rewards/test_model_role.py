@@ -80,9 +80,10 @@ def test_a_configuration_names_reward_models_and_mixtures(policy: Path, scorer: 
 
 
 def test_rows_that_no_reward_is_for_are_told_before_the_start(policy: Path) -> None:
+    one_name: Any = "mine"
     run = Run(
         model=str(policy), data=[{**row, "data_source": "other"} for row in ROWS],
-        rewards=[Reward(is_a, sources="mine")], algorithm=GRPO(samples=4), batch_size=8,
+        rewards=[Reward(is_a, sources=one_name)], algorithm=GRPO(samples=4), batch_size=8,
     )  # fmt: skip
     with pytest.raises(UsageError, match="no reward is for data_source other; the rewards are for mine"):
         run.check()
@@ -136,6 +137,7 @@ def test_the_rewards_of_a_run_are_the_models(policy: Path, scorer: Path, tmp_pat
         ids = tokenizer(row["prompt"], return_tensors="pt").input_ids
         made = model.generate(ids, max_new_tokens=4, do_sample=False)[0]
         text = tokenizer.decode(made[ids.shape[1] :], skip_special_tokens=True)
+        assert isinstance(text, str)
         greedy.append(Conversation(made.numpy(), row["prompt"], text, bool(made[-1] == 1), 1))
     outcomes = ModelScorer(RewardModel(str(scorer))).score(greedy)
     values = [outcome.value for outcome in outcomes if isinstance(outcome, Score)]
