@@ -106,7 +106,8 @@ class DriftAlarm:
     def __init__(self, limits: str | DriftLimits, *, patience: int = 1, stop: bool = False) -> None:
         if isinstance(limits, str):
             if limits not in LIMITS:
-                raise ValueError(f"no limits are known for {limits!r}: use one of {', '.join(LIMITS)}, or DriftLimits(…)")
+                known = ", ".join(LIMITS)
+                raise ValueError(f"no limits are known for {limits!r}: use one of {known}, or DriftLimits(…)")
             limits = LIMITS[limits]
         self.limits, self.patience, self.stop = limits, patience, stop
         self.beyond = 0
