@@ -18,7 +18,7 @@ class PPOConfig:
     seed: int = setting(0, "determines data, weights and samples", least=0)
     steps: int = setting(150, "steps of PPO", least=1)
     data_dir: str = setting("", "folder of the parquet files, made if missing; empty: in the run's folder")
-    warmup_accuracy: float = setting(0.25, "accuracy of the policy at which PPO starts", least=0, most=1)
+    warmup_accuracy: float = setting(0.2, "accuracy of the policy at which PPO starts", least=0, most=1)
 
     rollout_engine: str = setting(
         "transformers",
