@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, assert_type
 
 import pytest
@@ -206,6 +207,12 @@ def test_rl_roles_without_a_class_are_the_built_in_ones() -> None:
     builder = RLJobBuilder().config(run)
     builder.trainer()
     fails(builder.actor().rollout().build, "role CRITIC: is missing: PPO needs .critic()")
+    builder = RLJobBuilder().config(replace(run, algorithm=PPO(kl=0.1)))
+    builder.trainer()
+    fails(
+        builder.actor().critic().build, "role ROLLOUT: is missing: PPO needs .rollout()",
+        "role REFERENCE: is missing: PPO needs .reference()",
+    )  # fmt: skip
 
 
 def len_of(response: str) -> float:

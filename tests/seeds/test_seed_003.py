@@ -129,7 +129,7 @@ def config_of(folder: Path, **changes: Any) -> Any:
 
 
 def trainer(config: Any, workers: dict[Role, Any] | None = None, pools: Any = None, **options: Any) -> RayPPOTrainer:
-    workers = workers or {Role.ActorRollout: ActorRolloutRefWorker, Role.Critic: CriticWorker}
+    workers = workers or {Role.ActorRolloutRef: ActorRolloutRefWorker, Role.Critic: CriticWorker}
     pools = pools or ResourcePoolManager({"all": [2]}, dict.fromkeys(workers, "all"))
     return RayPPOTrainer(config, None, workers, pools, reward_fn=gsm8k.compute_score, **options)
 
@@ -168,7 +168,7 @@ def test_settings_come_from_the_keys(folder: Path) -> None:
 def test_epochs_become_steps(folder: Path) -> None:
     from transformers import AutoTokenizer
 
-    workers: dict[Role, Any] = {Role.ActorRollout: ActorRolloutRefWorker, Role.Critic: CriticWorker}
+    workers: dict[Role, Any] = {Role.ActorRolloutRef: ActorRolloutRefWorker, Role.Critic: CriticWorker}
     made = RayPPOTrainer(
         config_of(folder, **{"trainer.total_training_steps": "null", "trainer.total_epochs": 3}),
         AutoTokenizer.from_pretrained(folder / "model"), workers,
@@ -226,9 +226,26 @@ def test_an_estimator_that_needs_a_critic_is_refused_without_one(folder: Path) -
         trainer(config_of(folder), {Role.ActorRollout: ActorRolloutRefWorker})
 
 
+def test_a_divergence_needs_a_reference(folder: Path) -> None:
+    workers: dict[Role, Any] = {Role.ActorRollout: ActorRolloutRefWorker, Role.Critic: CriticWorker}
+    with pytest.raises(UsageError, match=r"the KL divergence needs a reference: add Role\.RefPolicy"):
+        trainer(config_of(folder), workers)
+
+
+def test_a_reward_model_is_named_and_switched_on(folder: Path) -> None:
+    workers: dict[Role, Any] = {Role.ActorRolloutRef: ActorRolloutRefWorker, Role.Critic: CriticWorker}
+    workers[Role.RewardModel] = RewardModelWorker
+    with pytest.raises(UsageError, match=r"Role\.RewardModel, but reward_model\.enable is not set"):
+        trainer(config_of(folder), workers)
+    with pytest.raises(UsageError, match=r"reward_model\.model\.path is missing"):
+        trainer(config_of(folder, **{"reward_model.enable": "true", "reward_model.model.path": "null"}), workers)
+
+
 def test_unread_keys_are_named(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
-    trainer(config_of(folder, **{"actor_rollout_ref.actor.fsdp_config.offload": "true"}))
+    changes = {"actor_rollout_ref.actor.fsdp_config.offload": "true", "trainer.default_local_dir": "here"}
+    trainer(config_of(folder, **changes))
     assert "change nothing here: data.tokenizer, actor_rollout_ref.actor.fsdp_config.offload" in caplog.text
+    assert "trainer.default_local_dir" in caplog.text
 
 
 def test_plain_objects_are_configurations_too(folder: Path) -> None:

@@ -50,7 +50,7 @@ KEYS = {
 READ_ELSEWHERE = (
     f"{ACTOR}.strategy", "critic.strategy", "reward_model.enable", "reward_model.model.path", "trainer.n_gpus_per_node",
     "trainer.device", "trainer.save_freq", "trainer.test_freq", "trainer.total_epochs", "trainer.experiment_name",
-    "trainer.project_name", "trainer.default_local_dir", f"{ROLLOUT}.name", f"{ROLLOUT}.n",
+    f"{ROLLOUT}.name", f"{ROLLOUT}.n",
     f"{ACTOR}.ppo_mini_batch_size", f"{CRITIC}.ppo_mini_batch_size", f"{ACTOR}.clip_ratio", f"{ACTOR}.entropy_coeff",
     f"{ACTOR}.use_kl_loss", f"{ACTOR}.kl_loss_coef", f"{CRITIC}.cliprange_value", "algorithm.adv_estimator",
     "algorithm.gamma", "algorithm.lam", "algorithm.use_kl_in_reward", "algorithm.kl_ctrl.kl_coef",

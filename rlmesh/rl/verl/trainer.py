@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from rlmesh import RLJobBuilder, RoleGroup, rpc
 from rlmesh.errors import UsageError
+from rlmesh.rl.algorithms.protocol import Algorithm
 from rlmesh.rl.rewards.model import RewardModel
 from rlmesh.rl.rewards.scoring import Rewards
 from rlmesh.rl.trainers.run import Run
@@ -188,20 +189,31 @@ class RayPPOTrainer:
                 yield f"{worker.__name__} cannot be {role}: it has {', '.join(worker.parts)}"
         if read(self.config, "reward_model.enable") and "RewardModel" not in names:
             yield "reward_model.enable: role_worker_mapping has no Role.RewardModel"
+        elif read(self.config, "reward_model.enable") and read(self.config, "reward_model.model.path") is None:
+            yield "reward_model.model.path is missing"
+        elif "RewardModel" in names and not read(self.config, "reward_model.enable"):
+            yield "role_worker_mapping has Role.RewardModel, but reward_model.enable is not set"
 
-    def _lacks_critic(self, settings: Mapping[str, Any]) -> bool:
-        return "critic" in settings["algorithm"].needs and all(role.name != "Critic" for role in self.workers)
+    def _lacking(self, algorithm: Algorithm) -> Iterator[str]:
+        """One sentence per role that the algorithm needs and the mapping lacks."""
+        names, estimator = {role.name for role in self.workers}, read(self.config, "algorithm.adv_estimator", "gae")
+        if "critic" in algorithm.needs and "Critic" not in names:
+            yield (
+                f"algorithm.adv_estimator={estimator!r} needs a critic: add Role.Critic to role_worker_mapping and to "
+                "the pools, or choose 'grpo'"
+            )
+        if "reference" in algorithm.needs and not names & {"RefPolicy", "ActorRolloutRef"}:
+            yield (
+                "the KL divergence needs a reference: add Role.RefPolicy to role_worker_mapping and to the pools, or "
+                "set the coefficient to 0"
+            )
 
     def _make_run(self, reward_fn: Any, val_reward_fn: Any) -> VerlRun:
         sizes = {role.name: sum(self.pools.get_resource_pool(role)) for role in self.workers}
         policy = next(name for name in POLICY if name in sizes)
         settings = run_settings_of(self.config, self.tokenizer)
-        if self._lacks_critic(settings):
-            estimator = read(self.config, "algorithm.adv_estimator", "gae")
-            raise UsageError(
-                f"RayPPOTrainer: algorithm.adv_estimator={estimator!r} needs a critic: "
-                "add Role.Critic to role_worker_mapping and to the pools, or choose 'grpo'"
-            )
+        if lacking := [*self._lacking(settings["algorithm"])]:
+            raise UsageError("RayPPOTrainer: " + "\n  ".join(lacking))
         rewards: Any = list(reward_fn.rewards.values()) if isinstance(reward_fn, Rewards) else reward_fn
         if read(self.config, "reward_model.enable"):
             path = read(self.config, "reward_model.model.path")
