@@ -238,7 +238,7 @@ class Future(concurrent.futures.Future[T]):
             unretrieved.report = report
 
     def mark_retrieved(self) -> None:
-        """Do not log the error when this future is collected: it has been retrieved, or is reported elsewhere."""
+        """Keep the error out of the log when this future is collected: it was retrieved, or is reported elsewhere."""
         self._retrieved = True
         unretrieved, self._unretrieved = self._unretrieved, None
         if unretrieved is not None:
