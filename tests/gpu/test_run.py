@@ -39,8 +39,10 @@ def test_never_are_two_awake_on_one_gpu(tmp_path: Path, kind: str) -> None:
     run_dir = launched(turns_job.__file__, tmp_path / kind, str(model), kind, "gpu")
     events = [json.loads(line) for line in (run_dir / turns_job.FILE).read_text().splitlines()]
     assert overlaps(events) == []
-    assert {held for *_, event, held in events if event == "sleeps"} == {0}
-    largest = max(held for *_, held in events)
+    assert {held for *_, event, held, _ in events if event == "sleeps"} == {0}
+    left = max(reserved for *_, event, _, reserved in events if event == "sleeps")
+    assert left < GIB // 4, f"a process whose parts sleep keeps {left / GIB:.2f} GiB"
+    largest = max(held for *_, held, _ in events)
     print(f"{kind}: {len(events)} switches; the largest part has {largest / GIB:.2f} GiB")
     assert largest > 1.0 * GIB, "weights and two moments of 113 million parameters"
     assert sorted(reported(run_dir)) == [1, 2, 3, 4]

@@ -50,15 +50,15 @@ def test_an_algorithm_that_needs_a_critic_gets_one() -> None:
 
 
 @dataclass(frozen=True)
-class Greedy(GRPO):
+class Taught(GRPO):
     @property
     def needs(self) -> frozenset[Any]:
-        return frozenset(["greedy"])
+        return frozenset(["teacher"])
 
 
 def test_an_input_that_no_role_gives_is_refused() -> None:
-    with pytest.raises(UsageError, match="Greedy needs greedy responses, which Run does not sample yet"):
-        Run(**settings(algorithm=Greedy()))
+    with pytest.raises(UsageError, match="Taught needs teacher, which no role gives: there is critic, greedy, refer"):
+        Run(**settings(algorithm=Taught()))
 
 
 @pytest.mark.parametrize(
@@ -272,6 +272,13 @@ def test_a_run_in_one_process_gives_the_numbers_of_the_job(
     assert found == pytest.approx(calm(algorithm), abs=1e-6)
     assert found[8] > found[1] + 0.2
     assert (result.model / "model.safetensors").exists()
+
+
+@pytest.mark.slow
+def test_a_greedy_response_is_the_baseline_of_remax(tiny: Path, tmp_path: Path) -> None:
+    run = replace(run_job.make(str(tiny), "grpo", "auto"), algorithm=GRPO(samples=4, advantage="remax"), steps=10)
+    steps = reported(run.here(run_dir=tmp_path / "here").run_dir)
+    assert steps[10]["reward_mean"] > steps[1]["reward_mean"] + 0.2
 
 
 @pytest.mark.slow

@@ -14,14 +14,14 @@ from tests.rl import turns_job
 from tests.rl.test_run import launched, reported
 
 Event = Sequence[Any]
-"""Time, member, part, "wakes" or "sleeps", bytes."""
+"""Time, member, part, "wakes" or "sleeps", bytes of the part, bytes of the process on its GPU."""
 
 
 def overlaps(events: Sequence[Event]) -> list[str]:
     """A sentence for each part that wakes while another is awake."""
     awake: set[tuple[str, str]] = set()
     found = []
-    for at, member, part, event, _ in sorted(events):
+    for at, member, part, event, *_ in sorted(events):
         if event == "sleeps":
             awake.discard((member, part))
             continue
@@ -77,14 +77,14 @@ def test_a_part_that_cannot_wake_is_not_awake() -> None:
 def test_never_are_two_awake_on_one_device(tiny: Path, tmp_path: Path, kind: str) -> None:
     run_dir = launched(turns_job.__file__, tmp_path / kind, str(tiny), kind)
     events = [json.loads(line) for line in (run_dir / turns_job.FILE).read_text().splitlines()]
-    parts = {(member, part) for _, member, part, _, _ in events}
+    parts = {(member, part) for _, member, part, *_ in events}
     sampler, keeper = ("ACTOR:0", "ACTOR:0") if kind == "fused" else ("ROLLOUT:0", "REFERENCE:0")
     assert parts == {
         ("ACTOR:0", "training"), ("CRITIC:0", "training"), (sampler, "rollout"), (keeper, "reference"),
     }  # fmt: skip
     assert overlaps(events) == []
     # Whoever sleeps has no memory on the device, and each part had its turn in every step.
-    assert {held for *_, event, held in events if event == "sleeps"} == {0}
+    assert {held for *_, event, held, _ in events if event == "sleeps"} == {0}
     for member, part in parts:
         wakes = [event for event in events if event[1:4] == [member, part, "wakes"]]
         assert len(wakes) >= 5, f"{member} {part}"

@@ -2,7 +2,7 @@
 ``turns_job.py MODEL shared|fused [gpu]``.
 
 Each role writes a line when a part of it begins to wake, and one when it sleeps, with the bytes of memory that the part
-has then.
+has then, and those that the process has on its GPU.
 """
 
 from __future__ import annotations
@@ -50,7 +50,8 @@ class RecordedTurns(Turns):
 
     def write(self, part: str, event: str) -> None:
         worker = current_worker()
-        line = [time.monotonic(), worker.name, part, event, bytes_of(self.role, part)]
+        reserved = torch.cuda.memory_reserved() if torch.cuda.is_available() else 0
+        line = [time.monotonic(), worker.name, part, event, bytes_of(self.role, part), reserved]
         with (Path(worker.run_dir) / FILE).open("a") as file:
             file.write(json.dumps(line) + "\n")
 

@@ -198,6 +198,8 @@ class _Sink(ModuleSink):
                 bare.untyped_storage().resize_(0)
                 for tensor in tensors:
                     tensor.data = bare
+        if self._home.type == "cuda":
+            torch.cuda.empty_cache()  # other processes may need the memory
 
     def regain(self) -> None:
         if self._gone:

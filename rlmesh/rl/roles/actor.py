@@ -42,19 +42,22 @@ class ActorRole(TrainedRole, SendsWeights):
         return model.to(self.device)
 
     @rpc
-    def log_probs(self, packs: Sequence[Pack]) -> list[NDArray[np.float32]]:
-        """Log-probabilities of the targets of this rank's packs, ``[targets]`` each, at the sampling temperature."""
+    def log_probs(self, packs: Sequence[Pack], version: int) -> list[NDArray[np.float32]]:
+        """Log-probabilities of the targets of this rank's packs, ``[targets]`` each, at the sampling temperature, by
+        the weights of this version."""
+        self.require(version)
         with self.turns.turn(TRAINING):
             found = self.engine.packed_log_probs(packs, temperature=self.run_settings.rollout.temperature)
             return [terms.log_probs.float().cpu().numpy() for terms in found]
 
     @rpc
-    def update(self, share: Share) -> dict[str, float]:
-        """Make one optimizer step per epoch on this rank's share of a batch.
+    def update(self, share: Share, version: int) -> dict[str, float]:
+        """Make one optimizer step per epoch on this rank's share of a batch, from the weights of this version on.
 
         Returns:
             means over the tokens of the whole batch, and norms; the same on every rank.
         """
+        self.require(version)
         with self.turns.turn(TRAINING):
             reports = self.train(share, partial(self.loss, normalisers=share.normalisers))
             if self.host_copy is not None:

@@ -34,18 +34,20 @@ class CriticRole(TrainedRole):
         return value_model(self.settings.model or self.run_settings.model).to(self.device)
 
     @rpc
-    def values(self, packs: Sequence[Pack]) -> list[NDArray[np.float32]]:
-        """The value before each target of this rank's packs, ``[targets]`` each."""
+    def values(self, packs: Sequence[Pack], version: int) -> list[NDArray[np.float32]]:
+        """The value before each target of this rank's packs, ``[targets]`` each, by the weights of this version."""
+        self.require(version)
         with self.turns.turn(TRAINING):
             return [values.float().cpu().numpy() for values in self.engine.packed_values(packs)]
 
     @rpc
-    def update(self, share: Share) -> dict[str, float]:
-        """Make one optimizer step per epoch on this rank's share of a batch.
+    def update(self, share: Share, version: int) -> dict[str, float]:
+        """Make one optimizer step per epoch on this rank's share of a batch, from the weights of this version on.
 
         Returns:
             means over the tokens of the whole batch, and norms; the same on every rank.
         """
+        self.require(version)
         with self.turns.turn(TRAINING):
             reports = self.train(share, partial(self.loss, tokens=share.tokens))
         return {

@@ -52,7 +52,8 @@ class ActorRollout(ActorRole):
 
     @rpc
     def publish(self, version: int) -> None:
-        """Let the rollout engine serve the weights of the last step."""
+        """Let the rollout engine serve the weights of the last step, whose version this must be."""
+        self.require(version)
         with self.turns.turn(ROLLOUT):
             self.host_copy.give(self.rollout_engine, version)
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from rlmesh import current_worker, rpc
-from rlmesh.errors import UsageError
+from rlmesh.errors import SourceRestarted, UsageError
 from rlmesh.rl.algorithms.protocol import Normalisers
 from rlmesh.rl.components import Columns
 from rlmesh.rl.engines.training.packed import PackedBatch
@@ -104,6 +104,17 @@ class TrainedRole(TakesTurns):
         """The number of steps of the run that these weights have seen."""
         return self.engine.steps // self.settings.epochs
 
+    def require(self, version: int) -> None:
+        """Refuse to go on with the weights of another step: a role that restarts between two calls has lost steps.
+
+        Raises:
+            SourceRestarted: the weights have seen another number of steps of the run.
+        """
+        if self.version != version:
+            raise SourceRestarted(
+                f"{current_worker().name} has the weights of step {self.version}, not of step {version}: it restarted"
+            )
+
     @rpc
     def finished_steps(self) -> int:
         """The number of steps of the run that these weights have seen."""
@@ -126,8 +137,9 @@ class TrainedRole(TakesTurns):
                 self.engine = make_engine(self.run_settings.train, self.make_model(), self.settings)
 
     @rpc
-    def save(self) -> None:
-        """Write a checkpoint of the finished step, and return once it is complete on all ranks."""
+    def save(self, version: int) -> None:
+        """Write a checkpoint of a finished step, and return once it is complete on all ranks."""
+        self.require(version)
         with self.turns.turn(TRAINING):
             self.engine.save(checkpoint_folder(self.run_dir, self.version) / self.section).result()
 

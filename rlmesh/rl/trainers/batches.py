@@ -13,9 +13,9 @@ from rlmesh.rl.components import Columns
 from rlmesh.rl.engines.training.packed import EMPTY
 from rlmesh.rl.packing import Packs
 from rlmesh.rl.roles.trained import Share
-from rlmesh.rl.types import Group
+from rlmesh.rl.types import Group, Outcome, Score
 
-__all__ = ["lengths_of", "matrix_of", "shares_of", "value_metrics"]
+__all__ = ["lengths_of", "matrix_of", "shares_of", "value_metrics", "values_of"]
 
 
 def matrix_of(mask: torch.Tensor, packs: Packs, rows: Sequence[np.ndarray[Any, Any]]) -> torch.Tensor:
@@ -31,6 +31,11 @@ def matrix_of(mask: torch.Tensor, packs: Packs, rows: Sequence[np.ndarray[Any, A
     for one, numbers in zip(flat, rows, strict=True):
         found[torch.from_numpy(one.rows), torch.from_numpy(one.places)] = torch.from_numpy(numbers).double()
     return found
+
+
+def values_of(outcomes: Sequence[Outcome]) -> torch.Tensor:
+    """``[outcomes]``, float64; 0 where an outcome is no score."""
+    return torch.tensor([one.value if isinstance(one, Score) else 0.0 for one in outcomes], dtype=torch.float64)
 
 
 def shares_of(packs: Packs, batch: Evaluated, weights: TokenWeights) -> list[Share]:

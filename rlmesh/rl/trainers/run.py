@@ -46,6 +46,7 @@ else:
 __all__ = ["Run", "RunResult"]
 
 PIPELINES = ("sync",)
+NEEDS = ("critic", "greedy", "reference")
 
 
 @dataclass(frozen=True)
@@ -175,8 +176,9 @@ class Run:
         needs = getattr(self.algorithm, "needs", None)
         if needs is None:
             yield f"algorithm={self.algorithm!r}: expected an Algorithm, such as GRPO(samples=8)"
-        elif "greedy" in needs:
-            yield f"{type(self.algorithm).__name__} needs greedy responses, which Run does not sample yet"
+        elif lacking := sorted(needs - set(NEEDS)):
+            known, lacked = ", ".join(NEEDS), " and ".join(lacking)
+            yield f"{type(self.algorithm).__name__} needs {lacked}, which no role gives: there is {known}"
         else:
             yield from self._placement_faults()
         if self.train not in get_args(Engine):

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from rlmesh import RoleGroup, WeightSync, current_worker
-from rlmesh.errors import CallError, SourceRestarted, WeightsNotReady, WeightSyncError
+from rlmesh.errors import CallError, SourceRestarted, UsageError, WeightsNotReady, WeightSyncError
 from rlmesh.rl.algorithms.protocol import Evaluated, TokenWeights
 from rlmesh.rl.components import padded
 from rlmesh.rl.data.loader import Drawn, PromptLoader
@@ -26,9 +26,9 @@ from rlmesh.rl.packing import pack as build_packs
 from rlmesh.rl.rewards.scoring import Rewards
 from rlmesh.rl.roles.defaults import run_settings
 from rlmesh.rl.rollout.buffer import SampleBuffer
-from rlmesh.rl.trainers.batches import lengths_of, matrix_of, shares_of, value_metrics
+from rlmesh.rl.trainers.batches import lengths_of, matrix_of, shares_of, value_metrics, values_of
 from rlmesh.rl.trainers.progress import Progress, remove_other_checkpoints
-from rlmesh.rl.types import Episode, Group, Score
+from rlmesh.rl.types import Episode, Group, Outcome, Score
 
 if TYPE_CHECKING:
     from rlmesh.rl.trainers.run import Run, RunResult
@@ -160,22 +160,23 @@ class Trainer:
         }
         mask = padded([episode.mask for episode in episodes], fill=False)
         totals = [self.rewards.total(episode) for episode in episodes]
+        greedy = self.greedy_outcomes(groups) if "greedy" in self.algorithm.needs else None
         calls: dict[str, tuple[Packs, Any]] = {}
 
-        def ask(column: str, role: Any, method: str, own: Packs) -> None:
-            calls[column] = own, self.ask(role, method, own)
+        def ask(column: str, role: Any, method: str, own: Packs, *given: Any) -> None:
+            calls[column] = own, self.ask(role, method, own, *given)
 
         self.hold(self.actor)
         needs = self.algorithm.needs
         if "reference" in needs and self.reference is self.actor:
             ask("ref_log_probs", self.actor, "reference_log_probs", packs["actor"])
-        ask("log_probs", self.actor, "log_probs", packs["actor"])
+        ask("log_probs", self.actor, "log_probs", packs["actor"], self.version)
         if "reference" in needs and self.reference is not self.actor:
             self.hold(None)
             ask("ref_log_probs", self.reference, "reference_log_probs", packs["actor"])
         if "critic" in needs:
             self.hold(None)
-            ask("values", self.critic, "values", packs["critic"])
+            ask("values", self.critic, "values", packs["critic"], self.version)
         found = {
             column: matrix_of(mask, own, [one for rows in call.result() for one in rows])
             for column, (own, call) in calls.items()
@@ -183,22 +184,34 @@ class Trainer:
         return packs, Evaluated(
             mask=mask,
             groups=torch.tensor(numbers),
-            rewards=torch.tensor([one.value if isinstance(one, Score) else 0.0 for one in totals]).double(),
-            valid=torch.tensor([isinstance(one, Score) for one in totals]),
+            rewards=values_of(totals),
+            valid=torch.tensor(
+                [
+                    isinstance(one, Score) and (greedy is None or isinstance(greedy[number], Score))
+                    for one, number in zip(totals, numbers, strict=True)
+                ]
+            ),
             log_probs=found.pop("log_probs"),
             sampled_log_probs=padded([episode.per_token("log_probs") for episode in episodes]).double(),
+            greedy_rewards=None if greedy is None else values_of([greedy[number] for number in numbers]),
             cut_off=torch.tensor([episode.finish_reason == "length" for episode in episodes]),
             **found,
         )
 
-    def ask(self, role: Any, method: str, packs: Packs) -> Any:
-        """Call a method of all members with packs: one rank's each, or as many as they are."""
+    def greedy_outcomes(self, groups: Sequence[Group]) -> list[Outcome]:
+        """The reward of a greedy response to each group's prompt."""
+        episodes = self.generate([group.episodes[0].prompt_ids.tolist() for group in groups], temperature=0.0)
+        made = [Group(group.key, (one,), group.row) for group, one in zip(groups, episodes, strict=True)]
+        return [self.rewards.total(episode) for episode in Group.episodes_of(self.rewards.score(made))]
+
+    def ask(self, role: Any, method: str, packs: Packs, *given: Any) -> Any:
+        """Call a method of all members with packs (one rank's each, or as many as they are) and the same ``given``."""
         shares: list[list[Any]] = [list(own) for own in packs.by_rank]
         if len(shares) != len(role):
             flat = [one for own in shares for one in own]
             edges = [len(flat) * number // len(role) for number in range(len(role) + 1)]
             shares = [flat[start:end] for start, end in pairwise(edges)]
-        return role.call(method, shares, _scatter=True)
+        return role.call(method, shares, *([each] * len(shares) for each in given), _scatter=True)
 
     def train(self, packs: dict[str, Packs], batch: Evaluated, weights: TokenWeights) -> dict[str, float]:
         """One optimizer step per epoch; gives what the roles report, and how far engine and actor are apart."""
@@ -206,7 +219,7 @@ class Trainer:
         alarms = self.alarm.check(gap, version=self.version)
         # The actor's update comes last: on shared devices it has its turn right before the push.
         calls = [
-            role.call("update", shares_of(packs[name], batch, weights), _scatter=True)
+            role.call("update", shares_of(packs[name], batch, weights), [self.version] * len(role), _scatter=True)
             for name, role, _ in reversed(self.trained())
         ]
         reports = [call.result()[0] for call in calls]
@@ -224,7 +237,7 @@ class Trainer:
         if step % self.settings.save_every and step != self.settings.steps:
             return False
         remove_other_checkpoints(self.run_dir, Progress.read(self.run_dir).saved)
-        for call in [role.call("save") for _, role, _ in self.trained()]:
+        for call in [role.call("save", step) for _, role, _ in self.trained()]:
             call.result()
         return True
 
@@ -310,9 +323,15 @@ class Trainer:
         return self.group("REFERENCE").options(idempotent=True) or self.actor
 
     def trained(self) -> list[tuple[str, Any, Any]]:
-        """The models in training: name, members, settings."""
+        """The models in training: name, members, settings.
+
+        Raises:
+            UsageError: the job lacks the critic that the algorithm needs.
+        """
         found = [("actor", self.actor, self.settings.actor)]
         if "critic" in self.algorithm.needs:
+            if not self.critic:
+                raise UsageError(f"{type(self.algorithm).__name__} needs a critic: add .critic() to the job")
             found.append(("critic", self.critic, self.settings.critic))
         return found
 
