@@ -47,7 +47,7 @@ HEAVY = {
     "numpy": ("rlmesh.rl", "rlmesh.weights", "rlmesh.wire", "rlmesh.runtime"),
     "matplotlib": ("rlmesh.observe.run_report",),
     "tensorboard": (),
-    "omegaconf": (),
+    "omegaconf": ("rlmesh.rl.trainers",),
     "gymnasium": (),
     "vllm": ("rlmesh.rl.engines",),
     "deepspeed": ("rlmesh.rl.engines.training", "rlmesh.weights.zero_source"),

@@ -12,8 +12,8 @@ from rlmesh.driver.standard_streams import fill_standard_streams
 from rlmesh.errors import UsageError
 
 COMMANDS = (
-    "launch", "ps", "status", "logs", "stacks", "stop", "doctor", "plan", "timeline", "chaos", "prepare", "keygen",
-    "version",
+    "launch", "ps", "status", "logs", "stacks", "stop", "doctor", "plan", "timeline", "chaos", "prepare", "train",
+    "keygen", "version",
 )  # fmt: skip
 """Subcommands; each has a module here. Only the module of the given command is loaded, so that a job starts sooner."""
 

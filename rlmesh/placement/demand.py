@@ -66,7 +66,7 @@ class RoleDemand:
         """The demand of one member, for people."""
         wants = [f"{self.accelerator_milli / WHOLE:g} {unit}"] if self.accelerator_milli else []
         wants += [f"{self.cpu_milli / WHOLE:g} CPU"] if self.cpu_milli else []
-        wants += [f"{self.memory_bytes / 2**20:.0f} MB"] if self.memory_bytes else []
+        wants += [f"{self.memory_bytes / 2**20:.0f} MiB"] if self.memory_bytes else []
         return ", ".join(wants) or "nothing"
 
 

@@ -62,7 +62,7 @@ class _Table:
 
     def _rows(self) -> list[list[str]]:
         fleet = self._fleet
-        rows = [["(there)", "", *(self._room(i) for i in range(len(fleet.nodes))), str(len(fleet.nodes))]]
+        rows = [["(available)", "", *(self._room(i) for i in range(len(fleet.nodes))), str(len(fleet.nodes))]]
         bundles = [bundle for i, bundle in enumerate(self._layout.bundles) if i not in self._pinned]
         for group in sorted({bundle.group for bundle in bundles}):
             of_group = [bundle for bundle in bundles if bundle.group == group]
@@ -117,7 +117,7 @@ class _Table:
             lacks.append(f"CPU {members * role.cpu_milli / WHOLE:g} wanted, {shape.cpu_milli / WHOLE:g} there")
         if not fleet.soft and members * role.memory_bytes > shape.memory_bytes:
             there = f"{shape.memory_bytes / 2**20:.0f} there"
-            lacks.append(f"MB {members * role.memory_bytes / 2**20:.0f} wanted, {there}")
+            lacks.append(f"MiB {members * role.memory_bytes / 2**20:.0f} wanted, {there}")
         if own and (blocked := fleet.blocker(own[0], number)):
             lacks.append(blocked)
         if lacks:

@@ -209,7 +209,7 @@ def _notes(
             asked = f"{cpu[node.node_rank] / WHOLE:g} cores asked, {node.cpus} there"
             notes.append(f"node {node.name}: {asked}; its members share them")
         if memory[node.node_rank] > node.memory_bytes:
-            asked = f"{memory[node.node_rank] / 2**20:.0f} MB asked, {node.memory_bytes / 2**20:.0f} there"
+            asked = f"{memory[node.node_rank] / 2**20:.0f} MiB asked, {node.memory_bytes / 2**20:.0f} there"
             notes.append(f"node {node.name}: {asked}")
         usable = {device.uuid for device in used}
         notes += [f"node {node.name}: {d.uuid} is not used: {d.fault}" for d in node.devices

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Literal, get_args
+from typing import get_args
 
 import torch
 from torch import Tensor
 
+from rlmesh.rl.algorithms.choices import KLEstimator
 from rlmesh.rl.masking import keep, require_finite, require_mask
 
 __all__ = ["KLController", "KLEstimator", "kl_estimate", "token_rewards"]
-
-KLEstimator = Literal["k1", "k2", "k3"]
 
 
 def kl_estimate(

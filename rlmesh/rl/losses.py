@@ -16,11 +16,12 @@ Log-probabilities and entropy come from :mod:`rlmesh.rl.head`.
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple, get_args
+from typing import NamedTuple, get_args
 
 import torch
 from torch import Tensor
 
+from rlmesh.rl.algorithms.choices import Aggregation
 from rlmesh.rl.head import entropy, token_log_probs
 from rlmesh.rl.masking import keep, masked_mean, masked_sum, require, require_mask
 
@@ -38,11 +39,6 @@ __all__ = [
     "valid_count",
     "value_clip_loss",
 ]
-
-Aggregation = Literal["token-mean", "sequence-mean", "constant"]
-"""``token-mean``: all valid tokens have the same weight. ``sequence-mean``: all sequences with a valid token have the
-same weight, and so have the tokens within a sequence. ``constant``: all valid tokens have the same weight, and the
-divisor is the number of sequences times a constant, independent of their lengths."""
 
 
 class PolicyTerms(NamedTuple):

@@ -35,6 +35,7 @@ commands:
     timeline  write a job as a trace for Perfetto
     chaos     rehearse the failure of a running job
     prepare   create the parquet files of a well-known data set
+    train     train a language model
     keygen    create a job's key
     version   print the versions of rlmesh and Python
 

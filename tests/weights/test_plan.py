@@ -71,6 +71,12 @@ def test_gpus_take_the_rank_that_is_nearest() -> None:
     assert routes(sources, far) == [("collective", "A:0", ("R:0",))]
 
 
+def test_a_route_says_why_for_each_sink() -> None:
+    sinks = [member("R:0", device="gpu-0"), member("R:1", device="gpu-1", peers=("gpu-0",))]
+    plan = make_plan([member("A:0", device="gpu-0", peers=("gpu-1",))], sinks, SyncOptions())
+    assert [route.why for route in plan.routes] == ["same GPU (R:0); peer GPUs of one node (R:1)"]
+
+
 def test_what_makes_ipc_impossible_is_said() -> None:
     sources = [member("A:0", device="gpu-0", ipc=False)]
     assert routes(sources, [member("R:0", device="gpu-0")])[0][0] == "shm"

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
-import torch
-from torch import Tensor
-
-from rlmesh.rl import group_advantages as by_group
+from rlmesh.rl.algorithms.choices import Aggregation, Correction, KLEstimator, Level
 from rlmesh.rl.algorithms.protocol import Algorithm, Evaluated, Need, Normalisers, PolicyLoss, TokenWeights
-from rlmesh.rl.correction import Correction, Level, correct
-from rlmesh.rl.kl import KLEstimator
-from rlmesh.rl.losses import Aggregation
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 __all__ = ["GRPO", "Advantage", "Loss", "overlong_penalty"]
 
@@ -138,6 +135,8 @@ class GRPO(Algorithm):
         return self.aggregation or PRESETS[self.loss].aggregation
 
     def weigh(self, batch: Evaluated) -> TokenWeights:
+        from rlmesh.rl.correction import correct
+
         rewards = batch.rewards.double()
         if self.overlong is not None:
             rewards = rewards - overlong_penalty(batch.lengths, *self.overlong)
@@ -166,6 +165,8 @@ class GRPO(Algorithm):
         )
 
     def _advantages(self, rewards: Tensor, batch: Evaluated) -> Tensor:
+        from rlmesh.rl import group_advantages as by_group
+
         groups, valid = batch.groups, batch.valid
         ways: dict[Advantage, Callable[[], Tensor]] = {
             "grpo": lambda: by_group.grpo(rewards, groups, valid=valid),
@@ -201,6 +202,8 @@ def aggregated(
         advantages: one per episode or per token.
         kl: weight of the divergence component.
     """
+    import torch
+
     lengths, sequences = kept.sum(1, keepdim=True), float(kept.any(1).sum())
     share = 1 / lengths.clamp(min=1).double() if aggregation == "sequence-mean" else torch.ones_like(lengths).double()
     divisor = {

@@ -4,18 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor
-
-from rlmesh.rl.advantages import gae, reinforce_plus_plus
+from rlmesh.rl.algorithms.choices import Aggregation, Correction, KLEstimator, Level
 from rlmesh.rl.algorithms.grpo import aggregated
 from rlmesh.rl.algorithms.protocol import Algorithm, Evaluated, Need, TokenWeights
-from rlmesh.rl.correction import Correction, Level, correct
-from rlmesh.rl.kl import KLEstimator, kl_estimate, token_rewards
-from rlmesh.rl.losses import Aggregation
-from rlmesh.rl.masking import masked_mean, masked_whiten
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 __all__ = ["PPO", "ReinforcePlusPlus"]
 
@@ -84,6 +80,12 @@ class _TokenLevel(Algorithm):
         raise TypeError(f"{type(self).__name__} defines no advantages")
 
     def weigh(self, batch: Evaluated) -> TokenWeights:
+        import torch
+
+        from rlmesh.rl.correction import correct
+        from rlmesh.rl.kl import kl_estimate, token_rewards
+        from rlmesh.rl.masking import masked_mean
+
         mask, metrics = batch.usable, {}
         kl = torch.zeros_like(batch.log_probs, dtype=torch.float64)
         if batch.ref_log_probs is not None:
@@ -132,6 +134,9 @@ class PPO(_TokenLevel):
             raise ValueError(f"PPO: lam={self.lam} in [0, 1], and value_clip={self.value_clip} > 0 or None")
 
     def _advantages(self, rewards: Tensor, batch: Evaluated) -> tuple[Tensor, Tensor | None]:
+        from rlmesh.rl.advantages import gae
+        from rlmesh.rl.masking import masked_whiten
+
         if batch.values is None:
             raise ValueError("the batch has no values, which PPO needs: give the run a critic")
         mask = batch.usable
@@ -144,4 +149,6 @@ class ReinforcePlusPlus(_TokenLevel):
     """REINFORCE++ (Hu et al. 2025, arXiv:2501.03262): discounted returns whitened over the batch, no critic."""
 
     def _advantages(self, rewards: Tensor, batch: Evaluated) -> tuple[Tensor, Tensor | None]:
+        from rlmesh.rl.advantages import reinforce_plus_plus
+
         return reinforce_plus_plus(rewards, batch.usable, gamma=self.gamma), None

@@ -27,14 +27,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-import torch
-from torch import Tensor
+from rlmesh.rl.algorithms.choices import KLEstimator
 
-from rlmesh.rl.group_advantages import spread
-from rlmesh.rl.kl import KLEstimator
-from rlmesh.rl.losses import PolicyTerms, cispo_loss, gspo_loss, ppo_clip_loss, sapo_loss
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from rlmesh.rl.losses import PolicyTerms
 
 __all__ = ["Algorithm", "Evaluated", "Need", "Normalisers", "PolicyLoss", "TokenWeights", "policy_terms"]
 
@@ -135,10 +135,14 @@ class TokenWeights:
             normalisers: ``None``: of each component the sum of its weights, at least 1.
             returns, metrics: stored unchanged.
         """
+        import torch
+
+        from rlmesh.rl.group_advantages import spread
+
         wide = torch.float64
 
         def full(weight: Tensor | float) -> Tensor:
-            if not isinstance(weight, Tensor):
+            if not isinstance(weight, torch.Tensor):
                 return mask.to(wide) * weight
             if weight.ndim == 1:
                 return spread(weight.to(wide), mask)
@@ -218,6 +222,10 @@ def policy_terms(
         rows: ``[targets]``, the episode of each target: packs hold whole episodes, which sequence-level ratios need.
         options: of the loss function.
     """
+    import torch
+
+    from rlmesh.rl.losses import cispo_loss, gspo_loss, ppo_clip_loss, sapo_loss
+
     every = torch.ones_like(log_probs, dtype=torch.bool)
     if kind == "gspo":
         return gspo_loss(log_probs, old_log_probs, advantages, every, rows=rows, **options)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from rlmesh.rl.algorithms.protocol import Algorithm, Evaluated, Need, Normalisers, TokenWeights
-from rlmesh.rl.distillation import sampled_reverse_kl_advantages
 
 __all__ = ["SFT", "BehaviourCloning", "OnPolicyDistillation"]
 
@@ -47,6 +46,8 @@ class OnPolicyDistillation(Algorithm):
         return frozenset(["reference"])
 
     def weigh(self, batch: Evaluated) -> TokenWeights:
+        from rlmesh.rl.distillation import sampled_reverse_kl_advantages
+
         if batch.ref_log_probs is None:
             raise ValueError("the batch has no log-probabilities of the teacher: give the run a reference")
         advantages = sampled_reverse_kl_advantages(batch.log_probs, batch.ref_log_probs, batch.mask)

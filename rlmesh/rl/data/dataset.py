@@ -82,7 +82,7 @@ class RLHFDataset:
         rows = rows[:limit]
         if not rows:
             raise UsageError(f"{self.name} has no row")
-        _require_prompt(rows[0], prompt_key, self.name)
+        require_prompt(rows[0], prompt_key, self.name)
         self.prompts: list[Prompt] = []
         too_long = empty = 0
         for index, row in enumerate(rows):
@@ -119,7 +119,7 @@ def _rows_of(data: Any) -> tuple[list[Row], str]:
     return read_rows(files), ", ".join(map(str, files))
 
 
-def _require_prompt(row: Row, key: str, name: str) -> None:
+def require_prompt(row: Row, key: str, name: str) -> None:
     """Check row 0.
 
     Raises:

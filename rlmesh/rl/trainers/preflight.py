@@ -2,73 +2,203 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from rlmesh.errors import UsageError
-from rlmesh.rl.data.loader import PromptLoader
+from rlmesh.rl.data.dataset import require_prompt
+from rlmesh.rl.data.files import expand, read_rows
 from rlmesh.rl.rewards.model import RewardModel
-from rlmesh.rl.rewards.scoring import Rewards
-from rlmesh.rl.types import Episode, Failed, Turn
 
 if TYPE_CHECKING:
+    from rlmesh.rl.rewards.reward import Reward
     from rlmesh.rl.trainers.run import Run
 
-__all__ = ["check"]
+__all__ = ["QUICK", "check", "quick_faults"]
 
 TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt",
 )  # fmt: skip
+QUICK = ("model", "data", "validation", "batch_size", "max_prompt_tokens")
+"""The settings that `quick_faults` looks at."""
+READ_BYTES = 32 * 2**20
+"""Data files up to this size are read before the tokenizer is loaded."""
 
 
-def check(run: Run) -> None:
-    """Check what the settings of a run name.
+def check(run: Run) -> str:
+    """Check what the settings of a run name. What needs no tokenizer comes first, since loading one takes seconds.
+
+    Returns:
+        the numbers of rows, for people.
 
     Raises:
         UsageError: lists all faults, with the row where a row is at fault.
     """
-    faults: list[str] = []
-
-    def attempt(what: str, function: Callable[[], Any]) -> Any:
-        try:
-            return function()
-        except (UsageError, OSError, ValueError) as error:
-            faults.append(f"{what}: {error}")
-            return None
-
-    tokenizer = attempt(f"model={run.model!r}", lambda: _tokenizer(run))
-    if tokenizer is not None:
-        data = attempt("data", lambda: run.dataset(tokenizer))
-        if data is not None:
-            attempt("data", lambda: PromptLoader(data, run.batch_size))
-            faults.extend(_reward_faults(run, tokenizer, data[0]))
-        if run.validation is not None:
-            attempt("validation", lambda: run.dataset(tokenizer, run.validation))
+    faults = [*quick_faults(**{name: getattr(run, name) for name in QUICK}), *_names_that_occur_twice(run.scored)]
+    counts: list[str] = []
+    if not faults:
+        faults = [*_slow_faults(run, counts)]
     if faults:
         raise UsageError("the run cannot start:\n  " + "\n  ".join(faults))
+    return "; ".join(counts)
+
+
+def quick_faults(
+    model: Any = None, data: Any = None, validation: Any = None, batch_size: Any = 1, max_prompt_tokens: Any = None
+) -> Iterator[str]:
+    """One sentence per fault of a model's folder and of data files that can be seen without torch and transformers.
+
+    The arguments are those of `Run`; values of a wrong type are left to others.
+    """
+    if isinstance(model, str):
+        yield from (f"model={model!r}: {fault}" for fault in _model_faults(model))
+    for name, rows in (("data", data), ("validation", validation)):
+        if isinstance(rows, (str, Path, list, tuple)) and rows:
+            least = batch_size if name == "data" and isinstance(batch_size, int) else 1
+            longest = max_prompt_tokens if isinstance(max_prompt_tokens, int) else None
+            yield from (f"{name}: {fault}" for fault in _data_faults(rows, least, model, longest))
+
+
+def _model_faults(model: str) -> Iterator[str]:
+    folder = Path(model).expanduser()
+    if not folder.is_dir():
+        if model.startswith(("/", ".", "~")) or model.count("/") > 1:
+            near = _similar(folder)
+            yield f"there is no folder {folder}{near}"
+        return
+    if not (folder / "config.json").is_file():
+        yield "the folder has no config.json: it is no model that transformers can load"
+    # transformers makes an empty tokenizer where a folder has none.
+    if not any((folder / name).exists() for name in TOKENIZER_FILES):
+        yield (
+            f"the model has no tokenizer: its folder has none of {', '.join(TOKENIZER_FILES)}; save one beside it, "
+            "with tokenizer.save_pretrained(folder)"
+        )
+
+
+def _similar(path: Path) -> str:
+    from difflib import get_close_matches
+
+    there = [one.name for one in path.parent.iterdir() if one.is_dir()] if path.parent.is_dir() else []
+    near = get_close_matches(path.name, there, 1)
+    return f"; did you mean {path.parent / near[0]}?" if near else ""
+
+
+def _data_faults(data: Any, least: int, model: Any, longest: int | None) -> Iterator[str]:
+    try:
+        if isinstance(data, (str, Path)) or not isinstance(data[0], Mapping):
+            files = expand(data)
+            if sum(path.stat().st_size for path in files) > READ_BYTES:
+                return
+            rows = read_rows(files)
+        else:
+            rows = list(data)
+    except (UsageError, OSError) as error:
+        yield str(error)
+        return
+    except ImportError:  # told when the data set is made
+        return
+    if not rows:
+        return
+    try:
+        require_prompt(rows[0], "prompt", "the data")
+    except UsageError as error:
+        yield str(error)
+    if len(rows) < least:
+        yield (
+            f"{len(rows)} prompts are too few for a batch of {least}: a step would take one twice. Give more data, or "
+            "a smaller batch_size"
+        )
+    if isinstance(rows[0].get("prompt"), list) and isinstance(model, str) and _has_no_template(Path(model)):
+        yield (
+            f"the prompts are chat messages, but the tokenizer in {model} has no chat template: use an instruct model, "
+            "set tokenizer.chat_template and save it, or give the prompts as text"
+        )
+    if longest is not None and isinstance(model, str) and _all_too_long(rows, Path(model), longest):
+        yield (
+            f"there is no usable row: {len(rows)} rows read, {len(rows)} too long. A prompt may have "
+            f"max_prompt_tokens={longest}"
+        )
+
+
+def _all_too_long(rows: Sequence[Any], folder: Path, longest: int) -> bool:
+    """True if a text of each row's prompt alone is longer than a prompt may be."""
+    file = folder / "tokenizer.json"
+    if not file.is_file():
+        return False
+    try:
+        from tokenizers import Tokenizer
+
+        tokenizer = Tokenizer.from_file(str(file))
+    except Exception:  # told when transformers loads it
+        return False
+    for row in rows:
+        prompt = row.get("prompt")
+        texts = [prompt] if isinstance(prompt, str) else [part.get("content") for part in prompt or () if part]
+        found = [len(tokenizer.encode(text, add_special_tokens=False)) for text in texts if isinstance(text, str)]
+        if max(found, default=0) <= longest:
+            return False
+    return bool(rows)
+
+
+def _has_no_template(folder: Path) -> bool:
+    """True if a folder's tokenizer surely has no chat template."""
+    settings = folder / "tokenizer_config.json"
+    if not settings.is_file() or any(folder.glob("*chat_template*")) or (folder / "additional_chat_templates").exists():
+        return False
+    return '"chat_template"' not in settings.read_text(encoding="utf-8")
+
+
+def _names_that_occur_twice(rewards: Sequence[Reward | RewardModel]) -> Iterator[str]:
+    names = [reward.name for reward in rewards]
+    for name in sorted({name for name in names if names.count(name) > 1}):
+        yield f"rewards: {names.count(name)} are named {name!r}; give each a name of its own"
+
+
+def _slow_faults(run: Run, counts: list[str]) -> Iterator[str]:
+    """One sentence per fault that needs the tokenizer; the numbers of rows go to ``counts``."""
+    from rlmesh.rl.data.loader import PromptLoader
+
+    try:
+        tokenizer = _tokenizer(run)
+    except (UsageError, OSError, ValueError) as error:
+        yield f"model={run.model!r}: {error}"
+        return
+    try:
+        data = run.dataset(tokenizer)
+        counts.append(f"data: {data.counts}")
+        yield from _reward_faults(run, tokenizer, data[0])
+        PromptLoader(data, run.batch_size)
+    except (UsageError, OSError, ValueError) as error:
+        yield f"data: {error}"
+    if run.validation is not None:
+        try:
+            counts.append(f"validation: {run.dataset(tokenizer, run.validation).counts}")
+        except (UsageError, OSError, ValueError) as error:
+            yield f"validation: {error}"
 
 
 def _tokenizer(run: Run) -> Any:
     from transformers import AutoConfig
 
     AutoConfig.from_pretrained(run.model)
-    advice = "save one beside it, with tokenizer.save_pretrained(folder)"
-    # transformers makes an empty tokenizer where a folder has none.
-    if Path(run.model).is_dir() and not any((Path(run.model) / name).exists() for name in TOKENIZER_FILES):
-        raise UsageError(f"the model has no tokenizer: its folder has none of {', '.join(TOKENIZER_FILES)}; {advice}")
     try:
         return run.tokenizer()
     except (OSError, ValueError, TypeError, AttributeError) as error:
         raise UsageError(
-            f"the model has no tokenizer that transformers can load ({type(error).__name__}): {advice}"
+            f"the model has no tokenizer that transformers can load ({type(error).__name__}): save one beside it, with "
+            "tokenizer.save_pretrained(folder)"
         ) from error
 
 
 def _reward_faults(run: Run, tokenizer: Any, prompt: Any) -> Iterator[str]:
     """One sentence per reward that fails on row 0, with a response of one end token."""
+    import numpy as np
+
+    from rlmesh.rl.rewards.scoring import Rewards
+    from rlmesh.rl.types import Episode, Failed, Turn
+
     end = tokenizer.eos_token_id if tokenizer.eos_token_id is not None else 0
     turn = Turn(np.asarray([end], np.int32), "policy", np.zeros(1, np.float32), version_spans=((0, 0, 1),))
     episode = Episode((Turn.said(prompt.ids), turn))

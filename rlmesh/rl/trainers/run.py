@@ -152,6 +152,22 @@ class Run:
         options = parser.parse_args(sys.argv[1:] if argv is None else argv)
         return apply_overrides(cls(**settings), options.set)
 
+    @classmethod
+    def from_config(cls, config: Any, overrides: Sequence[str] = ()) -> Run:
+        """A run from a file, or from values with the keys of this class.
+
+        Args:
+            config: a YAML, JSON or Python file, a mapping, a dataclass, or a configuration of OmegaConf or Hydra.
+                Algorithm and rewards go by name: ``{"algorithm": {"name": "grpo"}, "rewards": ["gsm8k"], …}``.
+            overrides: ``section.key=value`` texts, which come last.
+
+        Raises:
+            UsageError: lists all faults.
+        """
+        from rlmesh.rl.trainers.config_files import load_run
+
+        return load_run(config, overrides)
+
     def _faults(self) -> Iterator[str]:
         yield from wrong_types(self, "")
         for name, section in (("actor", self.actor), ("critic", self.critic), ("rollout", self.rollout)):
@@ -255,9 +271,9 @@ class Run:
             UsageError: something is wrong with the settings; no process was started.
             JobFailed: the job failed; the error names the root cause.
         """
-        from rlmesh.rl.trainers.trainer import result_of
-
         self.check()
+        from rlmesh.rl.trainers.trainer import result_of  # loads torch, which the check may not need
+
         result = self.job().submit(name, **options)
         return result_of(Path(result.run_dir))
 

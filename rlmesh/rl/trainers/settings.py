@@ -11,6 +11,7 @@ from difflib import get_close_matches
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from rlmesh.errors import UsageError
+from rlmesh.rl.trainers.other_names import ELSEWHERE
 
 __all__ = [
     "ActorSettings",
@@ -127,7 +128,7 @@ def apply_overrides(settings: T, overrides: Sequence[str]) -> T:
             faults.append(f"{text!r} is no setting: write section.key=value")
             continue
         try:
-            settings = _replaced(settings, path.strip().split("."), _parsed(value.strip()), path.strip())
+            settings = _replaced(settings, path.strip().split("."), parsed(value.strip()), path.strip(), settings)
         except (UsageError, ValueError) as error:
             faults.append(str(error))
     if faults:
@@ -158,50 +159,78 @@ def wrong_types(settings: Any, where: str) -> Iterator[str]:
     for one in dataclasses.fields(settings):
         value = getattr(settings, one.name)
         if one.init and not checked(value, hints[one.name]):
-            yield f"{where}{one.name}={value!r} must be {_named(hints[one.name])}"
+            yield f"{where}{one.name}={value!r} must be {kind_named(hints[one.name])}"
 
 
-def _replaced(settings: Any, path: list[str], value: Any, whole: str) -> Any:
+def keys_of(settings: Any) -> Iterator[tuple[str, tuple[str, ...]]]:
+    """The keys of settings, of an object or of its class, by section; the section ``""`` is the outermost."""
+    own = tuple(one.name for one in dataclasses.fields(settings) if one.init)
+    yield "", own
+    hints = get_type_hints(settings if isinstance(settings, type) else type(settings))
+    for name in own:
+        current = getattr(settings, name, None) if not isinstance(settings, type) else None
+        for kind in (type(current), *(get_args(hints[name]) or (hints[name],))):
+            if isinstance(kind, type) and dataclasses.is_dataclass(kind):
+                yield name, tuple(one.name for one in dataclasses.fields(kind) if one.init)
+                break
+
+
+def unknown_key(place: str, sections: Mapping[str, Sequence[str]]) -> str:
+    """The fault of a key that does not exist, with the one that was meant, in this section or in another.
+
+    Args:
+        place: the key with its sections, such as ``actor.learning_rte``.
+        sections: the keys of each section; ``""`` is the outermost.
+    """
+    section, _, key = place.rpartition(".")
+    own = sections.get(section, ())
+    elsewhere = [name for name, keys in sections.items() if name != section and key in keys]
+    fault = f"there is no setting {place!r}"
+    if elsewhere:
+        first, *others = [f"{name}.{key}".lstrip(".") for name in elsewhere]
+        belongs = f"the section {elsewhere[0]}" if elsewhere[0] else "no section"
+        too = f" There is {' and '.join(others)} too." if others else ""
+        return f"{fault}: it belongs to {belongs}; did you mean {first}?{too}"
+    named = [name for name in ELSEWHERE if f".{place}".endswith(f".{name}") or name == key]
+    if not named and (near := get_close_matches(key, own, 1)):
+        return f"{fault}; did you mean {f'{section}.{near[0]}'.lstrip('.')}?"
+    # A similar name of another library is no better than none of ours, unless it is very similar.
+    if named := named or get_close_matches(key, ELSEWHERE, 1, cutoff=0.85):
+        return f"{fault}; did you mean {ELSEWHERE[named[0]]}, which is {named[0]} elsewhere?"
+    for name, keys in sections.items():
+        if near := get_close_matches(key, keys, 1, cutoff=0.7):
+            return f"{fault}; did you mean {f'{name}.{near[0]}'.lstrip('.')}?"
+    return f"{fault}; the keys here are {', '.join(own)}" if own else fault
+
+
+def _replaced(settings: Any, path: list[str], value: Any, whole: str, root: Any) -> Any:
     name, *rest = path
     known = {one.name for one in dataclasses.fields(settings) if one.init} if dataclasses.is_dataclass(settings) else {}
     if name not in known:
-        raise UsageError(f"there is no setting {whole!r}{_nearest(name, whole, settings)}")
+        raise UsageError(unknown_key(whole, dict(keys_of(root))))
     current = getattr(settings, name)
     if rest:
-        return dataclasses.replace(settings, **{name: _replaced(current, rest, value, whole)})
+        return dataclasses.replace(settings, **{name: _replaced(current, rest, value, whole, root)})
     if not dataclasses.is_dataclass(current) or not isinstance(value, Mapping):
         kind = get_type_hints(type(settings))[name]
         if not checked(value, kind):
-            raise UsageError(f"{whole}={value!r} must be {_named(kind)}")
+            raise UsageError(f"{whole}={value!r} must be {kind_named(kind)}")
     return dataclasses.replace(settings, **{name: value})
 
 
-def _nearest(name: str, whole: str, settings: Any) -> str:
-    """A hint at the key that was meant: of this section, or the same key of another one."""
-    keys = [one.name for one in dataclasses.fields(settings) if one.init] if dataclasses.is_dataclass(settings) else []
-    before = whole[: whole.rfind(name)]
-    if near := get_close_matches(name, keys, 1):
-        return f"; did you mean {before}{near[0]}?"
-    for key in keys:
-        section = getattr(settings, key)
-        if dataclasses.is_dataclass(section) and (
-            near := get_close_matches(name, [one.name for one in dataclasses.fields(section)], 1)
-        ):
-            return f"; did you mean {before}{key}.{near[0]}?"
-    return f"; the keys here are {', '.join(keys)}" if keys else ""
-
-
-def _parsed(text: str) -> Any:
+def parsed(text: str) -> Any:
+    """The value of a text: JSON where that is possible, else the text itself."""
     try:
         return json.loads(text)
     except ValueError:
         return text
 
 
-def _named(kind: Any) -> str:
+def kind_named(kind: Any) -> str:
+    """A type in words."""
     if get_origin(kind) is Literal:
         return "one of " + ", ".join(map(repr, get_args(kind)))
     if get_origin(kind) in (Union, types.UnionType):
-        return " or ".join(_named(one) for one in get_args(kind))
+        return " or ".join(kind_named(one) for one in get_args(kind))
     names = {int: "a whole number", float: "a number", bool: "true or false", str: "a text", type(None): "null"}
     return names.get(kind, getattr(kind, "__name__", str(kind)))

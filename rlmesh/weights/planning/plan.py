@@ -288,11 +288,21 @@ def choose_routes(
     sources: Sequence[Participant], sinks: Sequence[Participant], options: SyncOptions
 ) -> tuple[Route, ...]:
     """Choose one channel per sink, and one source rank per channel and location, so that few copies are written."""
-    grouped: dict[tuple[Channel, str], tuple[list[str], str]] = {}
+    grouped: dict[tuple[Channel, str], dict[str, str]] = {}
     for sink in sinks:
         source, channel, why = _choose(sources, sink, options.channel_of(sink.name))
-        grouped.setdefault((channel, source.name), ([], why))[0].append(sink.name)
-    return tuple(Route(channel, source, tuple(names), why) for (channel, source), (names, why) in grouped.items())
+        grouped.setdefault((channel, source.name), {})[sink.name] = why
+    return tuple(Route(channel, source, tuple(whys), _joined(whys)) for (channel, source), whys in grouped.items())
+
+
+def _joined(whys: Mapping[str, str]) -> str:
+    """The reason that all sinks of a route share, or each reason with its sinks."""
+    reasons: dict[str, list[str]] = {}
+    for sink, why in whys.items():
+        reasons.setdefault(why, []).append(sink)
+    if len(reasons) == 1:
+        return next(iter(reasons))
+    return "; ".join(f"{why} ({', '.join(of)})" for why, of in reasons.items())
 
 
 def _choose(sources: Sequence[Participant], sink: Participant, wanted: str) -> tuple[Participant, Channel, str]:

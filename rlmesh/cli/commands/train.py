@@ -1,0 +1,101 @@
+"""``rlmesh train CONFIG``: trains a language model as a file of settings says."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+from rlmesh.cli.commands.launch import RESUMABLE
+from rlmesh.cli.job_choice import as_command
+from rlmesh.driver.failure_report import failure_lines
+from rlmesh.errors import JobFailed, JobStopped, UsageError
+from rlmesh.observe.views.safe_text import shown
+
+DESCRIPTION = """Train a language model. CONFIG is a YAML or JSON file with the settings of a Run, or a Python file that
+defines run = Run(...). All faults of the settings are printed together, before any process starts. Exit code 0: the
+model is trained; 1: the job failed, or with --fit does not fit; 2: something is wrong with the settings."""
+
+
+def add_to(commands: Any) -> None:
+    """Add the command to ``rlmesh``'s subparsers."""
+    parser = commands.add_parser(
+        "train", help="train a language model", description=DESCRIPTION, allow_abbrev=False,
+        usage="rlmesh train CONFIG [--set KEY=VALUE ...] [--check | --fit] [options]",
+    )  # fmt: skip
+    parser.add_argument("settings", metavar="CONFIG", nargs="?", type=Path, help="a YAML, JSON or Python file")
+    parser.add_argument(
+        "--set", dest="changes", metavar="KEY=VALUE", action="append", default=[],
+        help="change a setting: --set actor.lr=2e-6",
+    )  # fmt: skip
+    parser.add_argument("--name", help="name of the job (default: that of the file)")
+    parser.add_argument("--run-dir", metavar="DIR", type=Path, help="folder of logs and checkpoints")
+    only = parser.add_mutually_exclusive_group()
+    only.add_argument("--check", action="store_true", help="check settings, model, data and rewards; start nothing")
+    only.add_argument(
+        "--fit", action="store_true",
+        help="predict the memory of each role, and the largest token budget that fits; start nothing",
+    )  # fmt: skip
+    parser.add_argument("--memory", metavar="GIB", type=float, help="with --fit: memory of a device, if it is not here")
+    later = parser.add_argument_group("environments (not there yet)")
+    later.add_argument("--run", dest="algorithm", metavar="NAME", help="an algorithm such as PPO")
+    later.add_argument("--env", dest="environment", metavar="ID", help="an environment such as CartPole-v1")
+    later.add_argument("--config", dest="algorithm_config", metavar="JSON", help="settings of the algorithm")
+    parser.set_defaults(run=as_command("train", run))
+
+
+def run(options: argparse.Namespace) -> int:
+    """Train, check or predict; return the exit code."""
+    try:
+        return _run(options)
+    except UsageError as error:
+        # Not masked as others' words are: max_tokens and token_budget are no secrets.
+        _say(f"rlmesh train: {error}", err=True)
+        return 2
+
+
+def _run(options: argparse.Namespace) -> int:
+    later = {"--run": options.algorithm, "--env": options.environment, "--config": options.algorithm_config}
+    if given := [flag for flag, value in later.items() if value]:
+        raise UsageError(
+            f"{', '.join(given)}: training in environments is not there yet. There is rlmesh train CONFIG, which "
+            "trains a language model from a YAML, JSON or Python file"
+        )
+    if options.settings is None:
+        raise UsageError("give a CONFIG: a YAML, JSON or Python file; rlmesh train --help")
+    if options.memory is not None and not options.fit:
+        raise UsageError("--memory is for --fit")
+    try:
+        from rlmesh.rl.trainers.config_files import load_run
+
+        job = load_run(options.settings, options.changes, look=True)
+        if options.fit:
+            from rlmesh.rl.trainers.fit import fit
+
+            found = fit(job, None if options.memory is None else int(options.memory * 2**30))
+            _say(str(found))
+            return 0 if found.fits is not False else 1
+        if options.check:
+            from rlmesh.rl.trainers.preflight import check
+
+            _say(f"{options.settings}: the run can start; {check(job)}")
+            return 0
+    except ImportError as error:
+        raise UsageError(f"{error}; pip install 'rlmesh[torch,data,rewards]'") from error
+    try:
+        result = job.submit(options.name or options.settings.stem, run_dir=options.run_dir)
+    except JobStopped as error:
+        _say(f"rlmesh train: {error}", err=True)
+        return RESUMABLE
+    except JobFailed as error:
+        _say("\n".join(["", *failure_lines(error)]), err=True)
+        return 1
+    for name, value in sorted(result.metrics.items()):
+        _say(f"{name} = {value:g}")
+    _say(f"model: {result.model}")
+    return 0
+
+
+def _say(text: str, *, err: bool = False) -> None:
+    print(shown(text, lines=True), file=sys.stderr if err else sys.stdout)

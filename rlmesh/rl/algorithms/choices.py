@@ -1,0 +1,53 @@
+"""Choices of algorithms that other modules share. Needs no torch, so that settings are checked quickly."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+__all__ = ["Aggregation", "Correction", "KLEstimator", "Level"]
+
+Aggregation = Literal["token-mean", "sequence-mean", "constant"]
+"""``token-mean``: all valid tokens have the same weight. ``sequence-mean``: all sequences with a valid token have the
+same weight, and so have the tokens within a sequence. ``constant``: all valid tokens have the same weight, and the
+divisor is the number of sequences times a constant, independent of their lengths."""
+
+KLEstimator = Literal["k1", "k2", "k3"]
+"""See :func:`rlmesh.rl.kl.kl_estimate`."""
+
+Level = Literal["token", "sequence", "geometric"]
+"""The scope of a weight: each token; a sequence, as the product over its tokens; or a sequence, as the geometric mean
+over its tokens, which does not grow with its length."""
+
+
+@dataclass(frozen=True, slots=True)
+class Correction:
+    """Settings for the weights of an engine's samples, and for the samples that leave the batch.
+
+    Attributes:
+        level: scope of a weight.
+        upper: upper bound of the weight, ≥ 1.
+        lower: lower bound in [0, 1], or ``None`` for no bound.
+        beyond: action beyond the bounds. ``"truncate"``: the weight is set to the bound (truncated importance
+            sampling, Ionides 2008; for engines: Yao et al. 2025). ``"mask"``: the token or sequence leaves the batch.
+        reject_below: a sequence in which one token's own ratio is below this leaves the batch (for example 1e-4);
+            ``None`` rejects none.
+        weigh: False sets all weights to 1, so that the bounds only decide which samples leave the batch.
+    """
+
+    level: Level = "token"
+    upper: float = 2.0
+    lower: float | None = None
+    beyond: Literal["truncate", "mask"] = "truncate"
+    reject_below: float | None = None
+    weigh: bool = True
+
+    def __post_init__(self) -> None:
+        if self.level not in get_args(Level):
+            raise ValueError(f"unknown level {self.level!r}: use one of {', '.join(get_args(Level))}")
+        if self.beyond not in ("truncate", "mask"):
+            raise ValueError(f"beyond must be 'truncate' or 'mask', got {self.beyond!r}")
+        if self.upper < 1 or (self.lower is not None and not 0 <= self.lower <= 1):
+            raise ValueError(f"upper must be ≥ 1 and lower in [0, 1] or None, got {self.upper} and {self.lower}")
+        if self.reject_below is not None and not 0 < self.reject_below < 1:
+            raise ValueError(f"reject_below must be in (0, 1) or None, got {self.reject_below}")

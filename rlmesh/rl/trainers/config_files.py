@@ -1,0 +1,117 @@
+"""A `Run` from a file: YAML or JSON with the keys of `Run`, or a Python file that defines ``run``.
+
+The folder of the file is put on ``sys.path``, as that of a script is, so that ``module:function`` finds what lies
+beside it.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+import traceback
+from collections.abc import Sequence
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+from rlmesh.errors import UsageError
+from rlmesh.rl.trainers.config_reader import read_run
+from rlmesh.rl.trainers.run import Run
+from rlmesh.rl.trainers.settings import apply_overrides
+
+__all__ = ["load_run"]
+
+SUFFIXES = (".yaml", ".yml", ".json", ".py")
+
+
+def load_run(config: Any, overrides: Sequence[str] = (), *, look: bool = False) -> Run:
+    """The run of a file, or of values.
+
+    Args:
+        config: a path, or what :func:`rlmesh.rl.trainers.config_reader.read_run` takes.
+        overrides: ``section.key=value`` texts, which come last.
+        look: look at the folder of the model and the files of the data too, so that their faults come in the same
+            message.
+
+    Raises:
+        UsageError: lists all faults.
+    """
+    if isinstance(config, (str, Path)):
+        path = _existing(Path(config))
+        folder = str(path.resolve().parent)
+        if folder not in sys.path:
+            sys.path.insert(0, folder)
+        if path.suffix == ".py":
+            return apply_overrides(_of_python(path), overrides)
+        config = _yaml(path) if path.suffix in (".yaml", ".yml") else _json(path)
+    run, faults = read_run(config, overrides, look=look)
+    if run is None:
+        count = "one setting is wrong" if len(faults) == 1 else f"{len(faults)} settings are wrong"
+        raise UsageError("\n  ".join([f"{count}, and nothing was started:", *faults]))
+    return run
+
+
+def _existing(path: Path) -> Path:
+    path = path.expanduser()
+    if path.suffix not in SUFFIXES:
+        raise UsageError(f"{path}: a configuration is a file with the suffix {', '.join(SUFFIXES)}")
+    if not path.is_file():
+        names = [one.name for one in path.parent.iterdir()] if path.parent.is_dir() else []
+        near = get_close_matches(path.name, names, 1)
+        raise UsageError(f"there is no file {path}" + (f" (did you mean {path.parent / near[0]}?)" if near else ""))
+    return path
+
+
+def _yaml(path: Path) -> Any:
+    # OmegaConf's reader takes 1e-6 for a number, which YAML 1.1 does not, and refuses a key that is there twice.
+    try:
+        from omegaconf import DictConfig, OmegaConf
+    except ImportError as error:
+        raise UsageError(f"{path}: YAML needs OmegaConf: pip install 'rlmesh[config]', or write JSON") from error
+    try:
+        found = OmegaConf.load(path)
+    except Exception as error:  # PyYAML's and OmegaConf's errors, and those of the file
+        raise UsageError(f"{path} cannot be read as YAML: {error}") from error
+    if not isinstance(found, DictConfig):
+        raise UsageError(f"{path} must hold keys with values, it holds a list")
+    return found
+
+
+def _json(path: Path) -> Any:
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, OSError) as error:
+        raise UsageError(f"{path} cannot be read as JSON: {error}") from error
+    if not isinstance(found, dict):
+        raise UsageError(f"{path} must hold an object with keys, it holds {type(found).__name__}")
+    return found
+
+
+def _of_python(path: Path) -> Run:
+    """The ``run`` that a Python file defines.
+
+    The file is imported under its own name and not run as ``__main__``: workers can import its functions, and a block
+    under ``if __name__ == "__main__":`` does not run.
+    """
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    if path.stem in sys.modules or spec is None or spec.loader is None:
+        raise UsageError(f"{path} cannot be imported: a module {path.stem!r} exists already; rename the file")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[path.stem] = module
+    words, sys.argv = sys.argv, [str(path)]
+    try:
+        spec.loader.exec_module(module)
+    except UsageError:
+        raise
+    except Exception as error:
+        where = [one.lineno for one in traceback.extract_tb(error.__traceback__) if one.filename == str(path)]
+        raise UsageError(f"{path}:{where[-1] if where else 1}: {type(error).__name__}: {error}") from error
+    finally:
+        sys.argv = words
+    found = getattr(module, "run", None)
+    if not isinstance(found, Run):
+        others = [name for name, value in vars(module).items() if isinstance(value, Run)]
+        said = f"its run is {type(found).__name__}" if found is not None else "it defines no run"
+        raise UsageError(f"{path}: {said}; write run = Run(…)" + (f" instead of {others[0]}" if others else ""))
+    return found

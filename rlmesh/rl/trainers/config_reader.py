@@ -1,0 +1,247 @@
+"""`read_run`: a `Run` from plain values, such as those of a YAML file, with all of their faults.
+
+Keys are those of `Run` and its sections. Algorithm and rewards go by name (:mod:`rlmesh.rl.trainers.named`)::
+
+    {"model": "…", "data": "…", "rewards": ["gsm8k"], "algorithm": {"name": "grpo", "samples": 8}}
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from types import SimpleNamespace
+from typing import Any, get_args, get_origin, get_type_hints
+
+from rlmesh.errors import UsageError
+from rlmesh.rl.rewards.reward import Reward
+from rlmesh.rl.trainers.named import find_algorithm, find_reward
+from rlmesh.rl.trainers.preflight import QUICK, quick_faults
+from rlmesh.rl.trainers.run import Run
+from rlmesh.rl.trainers.settings import checked, keys_of, kind_named, parsed, unknown_key
+
+__all__ = ["as_mapping", "read_run"]
+
+REQUIRED = tuple(
+    one.name
+    for one in dataclasses.fields(Run)
+    if one.default is dataclasses.MISSING and one.default_factory is dataclasses.MISSING
+)
+
+
+def read_run(config: Any, overrides: Sequence[str] = (), *, look: bool = False) -> tuple[Run | None, list[str]]:
+    """The run that values describe, or all faults that can be found quickly.
+
+    Args:
+        config: a mapping, a dataclass, or a configuration of OmegaConf (as Hydra gives it).
+        overrides: ``section.key=value`` texts, which come last.
+        look: if something is wrong, look at the folder of the model and the files of the data too.
+
+    Returns:
+        a run and no faults, or ``None`` and one sentence per fault.
+    """
+    reader = _SettingsReader()
+    try:
+        values = as_mapping(config)
+    except UsageError as error:
+        return None, [str(error)]
+    for text in overrides:
+        reader.override(values, text)
+    run = reader.run(values)
+    if look and reader.faults:
+        reader.faults += quick_faults(**{key: values.get(key, getattr(Run, key, None)) for key in QUICK})
+    return (None if reader.faults else run), reader.faults
+
+
+def as_mapping(config: Any) -> dict[str, Any]:
+    """Plain values of a mapping, of a dataclass (its sections may be dataclasses), or of OmegaConf.
+
+    Raises:
+        UsageError: it is none of them, or OmegaConf misses a value.
+    """
+    if type(config).__module__.partition(".")[0] == "omegaconf":
+        from omegaconf import DictConfig, OmegaConf
+        from omegaconf.errors import OmegaConfBaseException
+
+        if isinstance(config, DictConfig):
+            try:
+                config = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
+            except OmegaConfBaseException as error:
+                raise UsageError(f"the configuration has a value that OmegaConf cannot give: {error}") from error
+    if dataclasses.is_dataclass(config) and not isinstance(config, type):
+        return {one.name: getattr(config, one.name) for one in dataclasses.fields(config)}
+    if not isinstance(config, Mapping):
+        raise UsageError(f"a configuration is a mapping, an OmegaConf or a dataclass, got {type(config).__name__}")
+    return {str(key): value for key, value in config.items()}
+
+
+class _SettingsReader:
+    """Turns values into settings, and collects faults instead of raising the first."""
+
+    def __init__(self) -> None:
+        self.faults: list[str] = []
+        self.sections = dict(keys_of(Run))
+
+    def override(self, values: dict[str, Any], text: str) -> None:
+        """Set one value, whose sections are made where they are missing."""
+        path, equals, value = text.partition("=")
+        if not equals:
+            self.faults.append(f"{text!r} is no setting: write section.key=value")
+            return
+        *outer, last = path.strip().split(".")
+        place: Any = values
+        for name in outer:
+            inner = place.get(name)
+            if isinstance(inner, str):
+                inner = {"engine" if name == "rollout" else "name": inner}
+            elif dataclasses.is_dataclass(inner) and not isinstance(inner, type):
+                inner = as_mapping(inner) | ({"name": type(inner)} if name == "algorithm" else {})
+            elif inner is not None and not isinstance(inner, Mapping):
+                self.faults.append(f"{path.strip()}: {name} has no settings of its own")
+                return
+            place[name] = dict(inner or {})
+            place = place[name]
+        place[last] = parsed(value.strip())
+
+    def run(self, values: Mapping[str, Any]) -> Run | None:
+        algorithm = self.algorithm(values["algorithm"]) if "algorithm" in values else None
+        rewards = self.rewards(values["rewards"]) if values.get("rewards") else []
+        if values.get("rewards", "?") == []:
+            self.faults.append("rewards: give at least one reward")
+        rest = {key: value for key, value in values.items() if key not in ("algorithm", "rewards")}
+        arguments = self.arguments(Run, rest, "")
+        missing = [key for key in REQUIRED if values.get(key) is None]
+        self.faults += [f"{key} is missing: {_MEANING[key]}" for key in missing]
+        found = dict(arguments)
+        found["algorithm"] = algorithm if algorithm is not None else SimpleNamespace(needs=frozenset(), samples=1)
+        found["rewards"] = rewards or [Reward(_nothing)]
+        for key in REQUIRED:
+            found.setdefault(key, "?")
+        try:
+            # Wrong values are left out here, so that this tells the faults of all others.
+            run = Run(**found)
+        except UsageError as error:
+            self.faults += str(error).removeprefix("Run: ").split("\n  ")
+            return None
+        return run
+
+    def arguments(self, kind: type[Any], values: Mapping[str, Any], where: str) -> dict[str, Any]:
+        """The right ones of a section's values, as arguments of its class."""
+        hints = get_type_hints(kind)
+        known = {one.name for one in dataclasses.fields(kind) if one.init}
+        found = {}
+        for key, given in values.items():
+            if key not in known:
+                self.faults.append(unknown_key(f"{where}{key}", self.sections))
+                continue
+            value = self.value(hints[key], given, f"{where}{key}")
+            if value is not _WRONG:
+                found[key] = value
+        return found
+
+    def value(self, kind: Any, given: Any, place: str) -> Any:
+        section = _section_in(kind)
+        if section is not None and not isinstance(given, section):
+            if isinstance(given, str) and place == "rollout":
+                given = {"engine": given}
+            if isinstance(given, Mapping) or (dataclasses.is_dataclass(given) and not isinstance(given, type)):
+                inner = as_mapping(given)
+                self.sections[place] = tuple(one.name for one in dataclasses.fields(section) if one.init)
+                before = len(self.faults)
+                arguments = self.arguments(section, inner, f"{place}.")
+                try:
+                    made = section(**arguments)
+                except (UsageError, ValueError, TypeError) as error:
+                    self.faults.append(f"{place}: {error}")
+                    return _WRONG
+                self.faults += [f"{place}.{fault}" for fault in getattr(made, "faults", tuple)()]
+                return made if len(self.faults) == before else _WRONG
+        if isinstance(given, list) and get_origin(_without_none(kind)) is tuple:
+            given = tuple(given)
+        if not checked(given, kind):
+            self.faults.append(f"{place}={given!r} must be {kind_named(kind)}")
+            return _WRONG
+        return given
+
+    def algorithm(self, given: Any) -> Any:
+        """An algorithm, by its name, by its name and settings, or as it is."""
+        if hasattr(given, "weigh") and not isinstance(given, type):
+            return given
+        settings = {"name": given} if isinstance(given, (str, type)) else given
+        try:
+            settings = as_mapping(settings)
+        except UsageError:
+            self.faults.append(f"algorithm={given!r} must be a name, or a mapping with a name: {{name: grpo, …}}")
+            return None
+        name = settings.pop("name", None)
+        if name is None:
+            self.faults.append("algorithm.name is missing: write {name: grpo, samples: 8}")
+            return None
+        try:
+            kind = name if isinstance(name, type) else find_algorithm(str(name))
+        except UsageError as error:
+            self.faults.append(f"algorithm.name: {error}")
+            return None
+        self.sections["algorithm"] = tuple(one.name for one in dataclasses.fields(kind) if one.init)
+        before = len(self.faults)
+        arguments = self.arguments(kind, settings, "algorithm.")
+        try:
+            made = kind(**arguments)
+        except (UsageError, ValueError, TypeError) as error:
+            self.faults.append(f"algorithm: {error}")
+            return None
+        return made if len(self.faults) == before else None
+
+    def rewards(self, given: Any) -> list[Reward]:
+        entries = given if isinstance(given, Sequence) and not isinstance(given, str) else [given]
+        found = [self.reward(one, f"rewards[{place}]") for place, one in enumerate(entries)]
+        return [one for one in found if one is not None]
+
+    def reward(self, given: Any, place: str) -> Reward | None:
+        if isinstance(given, Reward):
+            return given
+        settings = {"function": given} if isinstance(given, str) or callable(given) else given
+        try:
+            settings = as_mapping(settings)
+        except UsageError:
+            self.faults.append(f"{place}={given!r} must be a name, module:function, or a mapping with a function")
+            return None
+        function = settings.pop("function", None)
+        if function is None:
+            self.faults.append(f"{place}.function is missing: write module:function")
+            return None
+        before = len(self.faults)
+        sections, self.sections = self.sections, {place: tuple(one.name for one in dataclasses.fields(Reward))}
+        arguments = self.arguments(Reward, settings, f"{place}.")
+        self.sections = sections
+        try:
+            made = Reward(find_reward(function) if isinstance(function, str) else function, **arguments)
+        except UsageError as error:
+            self.faults.append(f"{place}: {error}")
+            return None
+        return made if len(self.faults) == before else None
+
+
+_WRONG = object()
+_MEANING = {
+    "model": "a folder or a hub name",
+    "data": "files or rows of prompts",
+    "rewards": "a list of names or module:function",
+    "algorithm": "such as {name: grpo, samples: 8}",
+}
+
+
+def _nothing(response: str) -> None:
+    """A reward in the place of wrong ones."""
+
+
+def _section_in(kind: Any) -> type[Any] | None:
+    """The dataclass of settings that a field may hold."""
+    for one in get_args(kind) or (kind,):
+        if isinstance(one, type) and dataclasses.is_dataclass(one):
+            return one
+    return None
+
+
+def _without_none(kind: Any) -> Any:
+    others = [one for one in get_args(kind) if one is not type(None)]
+    return others[0] if len(others) == 1 and type(None) in get_args(kind) else kind
