@@ -51,15 +51,15 @@ class ActorRole(TrainedRole, SendsWeights):
             return [terms.log_probs.float().cpu().numpy() for terms in found]
 
     @rpc
-    def update(self, share: Share, version: int) -> dict[str, float]:
-        """Make one optimizer step per epoch on this rank's share of a batch, from the weights of this version on.
+    def update(self, shares: Sequence[Share], version: int) -> dict[str, float]:
+        """Make the optimizer steps on this rank's shares of a batch, from the weights of this version on.
 
         Returns:
             means over the tokens of the whole batch, and norms; the same on every rank.
         """
         self.require(version)
         with self.turns.turn(TRAINING):
-            reports = self.train(share, partial(self.loss, normalisers=share.normalisers))
+            reports = self.train(shares, partial(self.loss, normalisers=shares[0].normalisers))
             if self.host_copy is not None:
                 self.host_copy.take()
         metrics = dict(common_metrics(reports))
@@ -67,7 +67,7 @@ class ActorRole(TrainedRole, SendsWeights):
             **{label: mean_of(reports, name) for name, label in MEANS.items() if name in reports[-1].statistics},
             "policy_loss": metrics.pop("loss"),
             **metrics,
-            "trained_tokens": max(reports[-1].statistics.get("tokens", 0.0), 1.0),
+            "trained_tokens": sum(report.statistics.get("tokens", 0.0) for report in reports) / self.settings.epochs,
         }
 
     def loss(self, model: nn.Module, part: PackedPart, normalisers: Normalisers) -> tuple[Tensor, Mapping[str, Tensor]]:

@@ -176,6 +176,10 @@ class Run:
                 continue
             bad = [*wrong_types(section, f"{name}.")]
             yield from bad or (f"{name}.{fault}" for fault in section.faults())
+        for name in ("actor", "critic"):
+            count = getattr(getattr(self, name), "minibatches", 1)
+            if isinstance(self.batch_size, int) and isinstance(count, int) and count > self.batch_size >= 1:
+                yield f"{name}.minibatches={count} must be ≤ batch_size={self.batch_size}"
         if not self.rewards:
             yield "rewards: give at least one reward"
         names = [one.name.lower() for one in self.scored]

@@ -22,11 +22,10 @@ from rlmesh.rl.data.loader import Drawn, PromptLoader
 from rlmesh.rl.drift import DriftAlarm, drift
 from rlmesh.rl.engines.rollout import SamplingParams
 from rlmesh.rl.packing import Packs
-from rlmesh.rl.packing import pack as build_packs
 from rlmesh.rl.rewards.scoring import Rewards
 from rlmesh.rl.roles.defaults import run_settings
 from rlmesh.rl.rollout.buffer import SampleBuffer
-from rlmesh.rl.trainers.batches import lengths_of, matrix_of, shares_of, value_metrics, values_of
+from rlmesh.rl.trainers.batches import joined, lengths_of, matrix_of, packs_of, shares_of, value_metrics, values_of
 from rlmesh.rl.trainers.progress import Progress, remove_other_checkpoints
 from rlmesh.rl.types import Episode, Group, Outcome, Score
 
@@ -59,7 +58,7 @@ class Trainer:
         loader = PromptLoader(data, self.settings.batch_size, seed=self.settings.seed)
         self.buffer = SampleBuffer(loader, self.sample)
         self.alarm = DriftAlarm(self.settings.actor.precision)
-        self.version, self.last = 0, dict[str, float]()
+        self.version, self.lost, self.last = 0, 0, dict[str, float]()
 
     def teardown(self) -> None:
         self.rewards.close()
@@ -120,10 +119,18 @@ class Trainer:
         params = SamplingParams(rollout.max_tokens, temperature=temperature, seed=seed)
         for _ in range(PUSHES):
             try:
-                return [Episode.of(each) for each in self.engines.call_batch("generate", len(prompts), prompts, params)]
+                return self.draw(prompts, params)
             except WeightsNotReady:
                 self.push_again()  # an engine restarted, or slept, since the push
         raise RuntimeError(f"an engine has no weights after {PUSHES} pushes")
+
+    def draw(self, prompts: Sequence[list[int]], params: SamplingParams) -> list[Episode]:
+        """One episode per prompt, from the engines as they are.
+
+        Raises:
+            WeightsNotReady: an engine has no weights.
+        """
+        return [Episode.of(each) for each in self.engines.call_batch("generate", len(prompts), prompts, params)]
 
     def score(self, rewards: Rewards, groups: Sequence[Group]) -> list[Group]:
         """The groups, with the outcome of each reward in their episodes."""
@@ -155,7 +162,9 @@ class Trainer:
         episodes = Group.episodes_of(groups)
         numbers = [number for number, group in enumerate(groups) for _ in group.episodes]
         packs = {
-            name: build_packs(episodes, groups=numbers, token_budget=section.token_budget, ranks=len(role))
+            name: packs_of(
+                episodes, numbers, minibatches=section.minibatches, token_budget=section.token_budget, ranks=len(role)
+            )
             for name, role, section in self.trained()
         }
         mask = padded([episode.mask for episode in episodes], fill=False)
@@ -163,7 +172,8 @@ class Trainer:
         greedy = self.greedy_outcomes(groups) if "greedy" in self.algorithm.needs else None
         calls: dict[str, tuple[Packs, Any]] = {}
 
-        def ask(column: str, role: Any, method: str, own: Packs, *given: Any) -> None:
+        def ask(column: str, role: Any, method: str, parts: list[Packs], *given: Any) -> None:
+            own = joined(parts)
             calls[column] = own, self.ask(role, method, own, *given)
 
         self.hold(self.actor)
@@ -213,22 +223,23 @@ class Trainer:
             shares = [flat[start:end] for start, end in pairwise(edges)]
         return role.call(method, shares, *([each] * len(shares) for each in given), _scatter=True)
 
-    def train(self, packs: dict[str, Packs], batch: Evaluated, weights: TokenWeights) -> dict[str, float]:
-        """One optimizer step per epoch; gives what the roles report, and how far engine and actor are apart."""
+    def train(self, packs: dict[str, list[Packs]], batch: Evaluated, weights: TokenWeights) -> dict[str, float]:
+        """The optimizer steps of all epochs; gives what the roles report, and how far engine and actor are apart."""
         gap = drift(batch.log_probs, batch.sampled_log_probs, batch.mask)
         alarms = self.alarm.check(gap, version=self.version)
         # The actor's update comes last: on shared devices it has its turn right before the push.
-        calls = [
-            role.call("update", shares_of(packs[name], batch, weights), [self.version] * len(role), _scatter=True)
-            for name, role, _ in reversed(self.trained())
-        ]
+        calls = []
+        for name, role, section in reversed(self.trained()):
+            steps = [shares_of(one, batch, weights, minibatches=section.minibatches) for one in packs[name]]
+            by_rank = [list(own) for own in zip(*steps, strict=True)]
+            calls.append(role.call("update", by_rank, [self.version] * len(role), _scatter=True))
         reports = [call.result()[0] for call in calls]
         return {
             **{name: value for report in reports for name, value in report.items()},
             **value_metrics(batch, weights),
             **weights.metrics,
             **alarms,
-            "prompt_tokens_saved": packs["actor"].saved_share,
+            "prompt_tokens_saved": joined(packs["actor"]).saved_share,
         }
 
     def save(self) -> bool:
@@ -272,8 +283,9 @@ class Trainer:
         if step == settings.steps or (settings.validate_every and step % settings.validate_every == 0):
             metrics |= self.validate()
         self.last = {name: value for name, value in metrics.items() if np.isfinite(value)}
+        self.last["steps_lost"] = float(self.lost)
         current_worker().report(step=step, total_steps=settings.steps, **self.last)
-        Progress(step, step if saved else Progress.read(self.run_dir).saved).write(self.run_dir)
+        Progress(step, step if saved else Progress.read(self.run_dir).saved, self.lost).write(self.run_dir)
 
     def validate(self) -> dict[str, float]:
         """Mean rewards of greedy responses to the validation prompts; empty without any."""
@@ -363,6 +375,8 @@ class Trainer:
         self.version = progress.step if reached == {progress.step} else progress.saved
         for call in [role.call("restore", self.version) for role in trained]:
             call.result()
+        self.lost = progress.lost + progress.step - self.version
+        Progress(self.version, progress.saved, self.lost).write(self.run_dir)
         if self.version < before:
             print(f"back to step {self.version}: {before - self.version} steps were lost to a restart", flush=True)
         self.publish()
