@@ -1,8 +1,4 @@
-"""Submit the PPO job: six roles in eight processes.
-
-rlmesh launch examples/ppo/main.py -- --job_name demo
-python examples/ppo/main.py --job_name demo
-"""
+"""Submit the PPO job, six roles in eight processes: rlmesh launch examples/ppo/main.py -- --job_name demo"""
 
 from __future__ import annotations
 
@@ -47,10 +43,9 @@ def args_2_omega_conf(args: argparse.Namespace) -> DictConfig:
     """The settings of the training, with the keys of `Run`. All roles read them."""
     folder = Path(args.pretrain or f"runs/tiny-{args.seed}").absolute()
     learner = {"warmup_steps": 10, "final_lr": 0.1, "weight_decay": 0.01, "minibatches": 2}
-    config = {
+    config = OmegaConf.create({
         "model": str(folder),
-        "data": str(folder / "train.jsonl"),
-        "validation": str(folder / "validation.jsonl"),
+        "data": f"{folder}/train.jsonl", "validation": f"{folder}/validation.jsonl",
         "rewards": [f"{P}.common:exact_match"],
         "algorithm": {"name": "ppo", "kl": args.init_kl_coef},
         "train": "fsdp2", "steps": args.steps, "seed": args.seed, "batch_size": 512, "max_prompt_tokens": 58,
@@ -58,8 +53,9 @@ def args_2_omega_conf(args: argparse.Namespace) -> DictConfig:
         "actor": {**learner, "lr": 5e-4, "ranks": args.actor_num_nodes * args.actor_num_gpus_per_node},
         "critic": {**learner, "lr": 1e-3, "ranks": args.critic_num_nodes * args.critic_num_gpus_per_node},
         "rollout": {"engines": args.vllm_num_engines, "max_tokens": 6},
-    }  # fmt: skip
-    return OmegaConf.merge(config, OmegaConf.from_dotlist(args.set))
+    })  # fmt: skip
+    config.merge_with_dotlist(args.set)
+    return config
 
 
 def submit(args: argparse.Namespace) -> None:

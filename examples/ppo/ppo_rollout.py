@@ -1,7 +1,5 @@
 """A rollout engine: samples responses with the weights of the last push."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from rlmesh import rpc

@@ -5,14 +5,11 @@ Each function is both the name of a remote method and the way to call it: a role
 member's process is replaced, the call is made again: the same arguments give the same answer.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import cache
 
 from rlmesh import FutureSequence, RLRoleType, RoleGroup
 from rlmesh.rl import Sample, SamplingParams
-from rlmesh.rl.rewards import Response
 
 
 @cache
@@ -26,6 +23,6 @@ def vllm_generate(prompt_token_ids: Sequence[list[int]], params: SamplingParams)
     return group(RLRoleType.ROLLOUT).call_batch(vllm_generate, prompt_token_ids, params)
 
 
-def reward_forward(samples: Sequence[Response], ground_truths: Sequence[str]) -> FutureSequence[float]:
+def reward_forward(texts: Sequence[str], ended: Sequence[bool], truths: Sequence[str]) -> FutureSequence[float]:
     """One score per response."""
-    return group(RLRoleType.REWARD).call_batch(reward_forward, samples, ground_truths)
+    return group(RLRoleType.REWARD).call_batch(reward_forward, texts, ended, truths)

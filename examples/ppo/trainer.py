@@ -1,6 +1,9 @@
 """The logic of the trainer. Its loop is `fit` and `step` of the class that it inherits from, and meant to be read."""
 
+from collections.abc import Sequence
+
 from rlmesh.rl import SamplingParams
+from rlmesh.rl.rewards import Reward
 from rlmesh.rl.rewards.scoring import Rewards
 from rlmesh.rl.trainers.trainer import Trainer
 from rlmesh.rl.types import Episode
@@ -13,8 +16,9 @@ class PPOTrainer(Trainer):
 
     def setup(self) -> None:
         super().setup()
-        self.generator = SamplesGenerator(*self.settings.scored)
-        self.rewards = self.validation_rewards = Rewards([self.generator.reward], self.tokenizer)
+        self.generator = SamplesGenerator()
+        reward = Reward(self.generator.score, name="exact_match", inline=True)
+        self.rewards = self.validation_rewards = Rewards([reward], self.tokenizer)
 
-    def draw(self, prompts: list[list[int]], params: SamplingParams) -> list[Episode]:
+    def draw(self, prompts: Sequence[list[int]], params: SamplingParams) -> list[Episode]:
         return self.generator.generate_samples(prompts, params)

@@ -141,11 +141,13 @@ def _on_cpu(query: Tensor, key: Tensor, value: Tensor, layout: PrefixLayout, sca
         return scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None, scale=scale, enable_gqa=grouped)
 
     for batch in layout.batches:
+        # Whole tokens are selected: the gradient of a selection is much faster than that of an index.
         q, k, v = (
-            x[:, index].transpose(0, 1) for x, index in ((query, batch.queries), (key, batch.keys), (value, batch.keys))
+            x.transpose(0, 1).index_select(0, index.flatten()).unflatten(0, index.shape).transpose(1, 2)
+            for x, index in ((query, batch.queries), (key, batch.keys), (value, batch.keys))
         )
         rows = attend(q, k, v, batch.mask).transpose(1, 2).flatten(0, 1)
-        results.append(rows[batch.where])
+        results.append(rows.index_select(0, batch.where))
         places.append(batch.tokens)
     for segment in layout.alone:
         own = slice(segment.start, segment.start + segment.length)
@@ -165,25 +167,24 @@ def _on_cpu(query: Tensor, key: Tensor, value: Tensor, layout: PrefixLayout, sca
     if not results:
         return query.transpose(0, 1)
     order = torch.cat(places).argsort()
-    return torch.cat(results)[order]
+    return torch.cat(results).index_select(0, order)
 
 
 def _batches(segments: Sequence[Segment]) -> list[_Batch]:
     """Segments by length, in batches that waste at most `WASTE` of their scores."""
     found: list[_Batch] = []
     waiting: list[Segment] = []
-
-    def scores(rows: Sequence[Segment]) -> tuple[int, int]:
-        q, k = max(s.length for s in rows), max(s.prefix_length + s.length for s in rows)
-        return len(rows) * q * k, sum(s.length * (s.prefix_length + s.length) for s in rows)
-
+    longest_query = real = 0
     for segment in sorted(segments, key=lambda s: (s.prefix_length + s.length, s.length)):
-        padded, real = scores([*waiting, segment])
+        keys = segment.prefix_length + segment.length  # at least those of the segments before
+        query, scores = max(longest_query, segment.length), real + segment.length * keys
+        padded = (len(waiting) + 1) * query * keys
         # Many tiny segments are cheaper padded than called one by one.
-        if waiting and padded - real > max(WASTE * padded, 64 * 64):
+        if waiting and padded - scores > max(WASTE * padded, 64 * 64):
             found.append(_batch(waiting))
-            waiting = []
+            waiting, query, scores = [], segment.length, segment.length * keys
         waiting.append(segment)
+        longest_query, real = query, scores
     return [*found, _batch(waiting)] if waiting else found
 
 

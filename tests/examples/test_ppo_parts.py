@@ -18,7 +18,7 @@ from ppo.ppo_reward import RewardModelRayActor
 from ppo.utils.experience_maker import SamplesGenerator
 
 from rlmesh.rl import Sample, SamplingParams
-from rlmesh.rl.rewards import Response, Reward
+from rlmesh.rl.rewards import Response
 from rlmesh.rl.types import Episode, Turn
 from tests.examples.conftest import EXAMPLES
 
@@ -84,8 +84,8 @@ def test_only_the_exact_answer_ended_by_the_policy_scores(text: str, ended: bool
 
 
 def test_the_reward_role_scores_a_batch() -> None:
-    samples = [response(text, ended) for text, ended, _ in ANSWERS]
-    assert RewardModelRayActor().forward(samples, ["headb"] * len(samples)) == [score for _, _, score in ANSWERS]
+    texts, ended, scores = zip(*ANSWERS, strict=True)
+    assert RewardModelRayActor().forward(texts, ended, ["headb"] * len(texts)) == list(scores)
 
 
 # Experience
@@ -97,13 +97,17 @@ def test_samples_of_the_engines_become_episodes(monkeypatch: pytest.MonkeyPatch)
         return [Sample.of(prompt, [7, 1], [-0.5, -0.25], 4) for prompt in prompts]
 
     monkeypatch.setattr(remote_call, "vllm_generate", generate)
-    generator = SamplesGenerator(Reward(exact_match))
-    episodes = generator.generate_samples([[5, 6], [8]], SamplingParams(3))
+    episodes = SamplesGenerator().generate_samples([[5, 6], [8]], SamplingParams(3))
     assert [(e.ids.tolist(), e.mask.tolist(), e.policy_version) for e in episodes] == [
         ([5, 6, 7, 1], [False, False, True, True], 4),
         ([8, 7, 1], [False, True, True], 4),
     ]
-    assert generator.reward.name == "exact_match"
+
+
+def test_texts_are_scored_by_the_reward_role(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remote_call, "reward_forward", RewardModelRayActor().forward)
+    samples = [response(text, ended) for text, ended, _ in ANSWERS]
+    assert SamplesGenerator().score(samples, ["headb"] * len(samples)) == [score for _, _, score in ANSWERS]
 
 
 # Submission

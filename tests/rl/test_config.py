@@ -220,7 +220,6 @@ def test_all_faults_come_in_one_message_with_the_nearest_names() -> None:
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"algorithm": {"name": "grpo", "advantage": "remax"}}, "GRPO needs"),
         ({"algorithm": "rloo"}, "'rloo' is a variant of GRPO: write {name: grpo, advantage: rloo}"),
         ({"algorithm": "gpro"}, "there is no algorithm 'gpro'; did you mean 'grpo'?"),
         ({"algorithm": {"samples": 4}}, "algorithm.name is missing"),

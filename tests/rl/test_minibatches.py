@@ -87,9 +87,9 @@ def test_the_learning_rate_rises_and_falls_over_the_optimizer_steps() -> None:
     settings = ActorSettings(warmup_steps=10, final_lr=0.1, epochs=2, minibatches=3)
     assert settings.updates == 6
     shares = [settings.lr_share(update, 100) for update in range(600)]
-    assert shares[0] == pytest.approx(1 / 60) and shares[:54] == sorted(shares[:54])
+    assert shares[0] == pytest.approx(1 / 60) and shares[:55] == sorted(shares[:55])
     assert max(shares) == pytest.approx(0.9175, abs=0.002)
-    assert shares[54:] == sorted(shares[54:], reverse=True)
+    assert shares[55:] == sorted(shares[55:], reverse=True)
     assert settings.lr_share(600, 100) == pytest.approx(0.1)
     assert settings.lr_share(700, 100) == pytest.approx(0.1)
     assert {ActorSettings().lr_share(update, 5) for update in range(9)} == {1.0}

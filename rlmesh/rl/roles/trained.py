@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 __all__ = ["Share", "TrainedRole", "make_engine"]
 
 TRAINING = "training"
+GATHERED_WHOLE_BYTES = 16 << 20
+"""FSDP2 gathers a smaller model as a whole: gathering it layer by layer saves no memory worth the time."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -175,7 +177,8 @@ def make_engine(kind: str, model: nn.Module, settings: ActorSettings, steps: int
     if kind == "fsdp2":
         from rlmesh.rl.engines.training.fsdp2 import FSDP2Engine
 
-        return FSDP2Engine(model, options)
+        size = sum(parameter.nbytes for parameter in model.parameters())
+        return FSDP2Engine(model, options, layers=[] if size < GATHERED_WHOLE_BYTES else None)
     if kind in ("zero1", "zero2", "zero3"):
         from rlmesh.rl.engines.training.zero import DeepSpeedEngine
 

@@ -153,7 +153,7 @@ class Trainer:
             )
         return kept
 
-    def evaluate(self, groups: Sequence[Group]) -> tuple[dict[str, Packs], Evaluated]:
+    def evaluate(self, groups: Sequence[Group]) -> tuple[dict[str, list[Packs]], Evaluated]:
         """The groups with all that the roles say of them, and as packs for the actor and the critic.
 
         Returns:

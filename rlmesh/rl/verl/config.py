@@ -94,8 +94,8 @@ def run_settings_of(config: Any, tokenizer: Any) -> dict[str, Any]:
             faults.append(f"{ROLLOUT}.name={engine!r}: there is {', '.join(ROLLOUTS)}")
     if faults:
         raise UsageError("RayPPOTrainer: " + "\n  ".join(faults))
-    for name, section in (("actor", ACTOR), ("critic", CRITIC)):
-        mini = read(config, f"{section}.ppo_mini_batch_size", read(config, f"{ACTOR}.ppo_mini_batch_size"))
+    for name, place in (("actor", ACTOR), ("critic", CRITIC)):
+        mini = read(config, f"{place}.ppo_mini_batch_size", read(config, f"{ACTOR}.ppo_mini_batch_size"))
         found[f"{name}.minibatches"] = int(found.get("batch_size", BATCH)) // int(mini) if mini else 1
     on_cpu = read(config, "trainer.device", "cuda") == "cpu"
     settings: dict[str, Any] = {name: value for name, value in found.items() if "." not in name}
