@@ -42,7 +42,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 def args_2_omega_conf(args: argparse.Namespace) -> DictConfig:
     """The settings of the training, with the keys of `Run`. All roles read them."""
     folder = Path(args.pretrain or f"runs/tiny-{args.seed}").absolute()
-    learner = {"warmup_steps": 10, "final_lr": 0.1, "weight_decay": 0.01, "minibatches": 2}
+    learner = {"warmup_steps": 10, "final_lr": 0.1, "weight_decay": 0.01, "minibatches": 2, "token_budget": 1024}
     config = OmegaConf.create({
         "model": str(folder),
         "data": f"{folder}/train.jsonl", "validation": f"{folder}/validation.jsonl",
