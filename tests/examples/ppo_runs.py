@@ -29,7 +29,7 @@ def processes_that_mention(text: str) -> list[str]:
             folder = os.readlink(entry / "cwd")
         except OSError:
             continue
-        if text in line or text in folder:
+        if line and (text in line or text in folder):  # a process that is about to end has no command line
             found.append(f"{entry.name}: {line} (in {folder})")
     return found
 
