@@ -70,9 +70,9 @@ if TYPE_CHECKING:
     from rlmesh.weights.planning.plan import WeightPlan as WeightPlan
     from rlmesh.weights.protocols import WeightSink as WeightSink
     from rlmesh.weights.protocols import WeightSource as WeightSource
+    from rlmesh.weights.sink_state import VersionGate as VersionGate
     from rlmesh.weights.sync import PushReport as PushReport
     from rlmesh.weights.sync import WeightSync as WeightSync
-    from rlmesh.weights.version_gate import VersionGate as VersionGate
     from rlmesh.weights.version_spans import VersionSpans as VersionSpans
     from rlmesh.weights.zero_source import ZeroSource as ZeroSource
 
@@ -131,7 +131,7 @@ _WHERE = {
     "Subgraph": "rlmesh.runtime.subgraphs",
     "Subgraphs": "rlmesh.runtime.subgraphs",
     "TensorSpec": "rlmesh.weights.manifest",
-    "VersionGate": "rlmesh.weights.version_gate",
+    "VersionGate": "rlmesh.weights.sink_state",
     "VersionSpans": "rlmesh.weights.version_spans",
     "WeightPlan": "rlmesh.weights.planning.plan",
     "WeightSink": "rlmesh.weights.protocols",

@@ -18,7 +18,7 @@ MODULES = [
         "runtime.calling.pending", "runtime.calling.retry", "runtime.calling.unretrieved",
         "runtime.connections.channel",
         "runtime.connections.inbound", "runtime.connections.shm_transfer", "runtime.future", "runtime.group",
-        "runtime.handle", "runtime.process.deadlines", "runtime.serving.dispatch", "runtime.serving.executors",
+        "runtime.handle", "runtime.serving.dispatch", "runtime.serving.executors",
         "runtime.serving.incoming", "runtime.serving.reply_backlog", "runtime.transport.stream", "wire.codec",
         "wire.envelope",
     )

@@ -7,6 +7,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -55,6 +56,16 @@ HEAVY = {
     "prometheus_client": ("rlmesh.master.monitoring.metrics_page",),
 }
 """What a login node may lack, and the packages or modules that may import it."""
+
+MAY_IMPORT_EACH_OTHER = {
+    (
+        "rlmesh.builders.job_builder",
+        "rlmesh.builders.role_builder",
+    ): "one chain describes a job: each returns the other",
+    ("rlmesh.runtime.group", "rlmesh.runtime.group_views"): "RoleGroup.options() has the types of its own subclasses",
+    ("rlmesh.rl.trainers",): "a run makes the trainer that runs it",
+}
+"""Modules, or packages, whose imports of each other form a cycle, and why; none of these imports runs at a start."""
 
 MAX_LINES = 500
 MAX_MODULES = 15
@@ -133,6 +144,19 @@ def test_imports_point_down() -> None:
         if importer is not None and imported is not None and imported > importer:
             wrong.append(str(each))
     assert wrong == []
+
+
+def test_no_imports_form_a_cycle() -> None:
+    """Imports inside functions and those for type checkers count too."""
+    below: dict[str, set[str]] = {module: set() for module in MODULES}
+    for each in IMPORTS:
+        known = any(within(each.module, group) and within(each.imports, group) for group in MAY_IMPORT_EACH_OTHER)
+        if each.imports in MODULES and each.imports != each.module and not known:
+            below[each.module].add(each.imports)
+    try:
+        TopologicalSorter(below).prepare()
+    except CycleError as error:
+        pytest.fail(f"each of these is imported by the next: {' → '.join(error.args[1])}")
 
 
 def test_nobody_inside_imports_what_is_for_the_outside() -> None:

@@ -46,7 +46,7 @@ VIEWS = {
     "rlmesh.cli",
     "rlmesh.master.monitoring.metrics_page",
     "rlmesh.observe.run_report",
-    "rlmesh.observe.prometheus.endpoint",
+    "rlmesh.observe.prometheus",
 }
 
 BASE = "from rlmesh.agent.processes import zygote; assert zygote.import_all(zygote.BASE) == {}"

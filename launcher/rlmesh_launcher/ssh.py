@@ -14,15 +14,13 @@ import shlex
 import signal
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from types import FrameType
 from typing import IO
 
 from rlmesh.errors import LaunchError
+from rlmesh.rendezvous.stop_signals import handling
 from rlmesh.runtime.transport.inet import join_host_port
 from rlmesh_launcher.hosts import RemoteHost
 
@@ -194,7 +192,7 @@ class _Run:
         self._selector.register(self._read, selectors.EVENT_READ)
 
     def run(self) -> int:
-        with self._catching_signals():
+        with handling((signal.SIGINT, signal.SIGTERM), self._note_interrupt):
             try:
                 self._start(self._commands[0], self._commands[0].argv)
                 self._until(lambda: bool(self._endpoint), HEAD_WAIT_S, "the head did not say where it listens")
@@ -303,19 +301,6 @@ class _Run:
         for fd in (self._read, self._write):
             os.close(fd)
 
-    @contextmanager
-    def _catching_signals(self) -> Iterator[None]:
-        if threading.current_thread() is not threading.main_thread():
-            yield
-            return
-
-        def note(number: int, frame: FrameType | None) -> None:
-            self._interrupts += 1
-            os.write(self._write, b"x")
-
-        before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
+    def _note_interrupt(self, number: int) -> None:
+        self._interrupts += 1
+        os.write(self._write, b"x")

@@ -10,11 +10,8 @@ import asyncio
 import os
 import signal
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING
 
 from rlmesh import private_files
@@ -37,13 +34,13 @@ from rlmesh.master.chaos_plan import parse_kills
 from rlmesh.master.state.store import STORE_FILE, StoreRefused, check_store
 from rlmesh.observe.views.safe_text import json_text
 from rlmesh.placement.planner import make_plan
-from rlmesh.rendezvous.stop_signals import HEEDED, gives_notice
+from rlmesh.rendezvous.stop_signals import HEEDED, gives_notice, handling
 from rlmesh.run_directory.discovery import running_jobs
 from rlmesh.run_directory.records import forget_end, remember
 from rlmesh.run_directory.starts import await_guardians, hold, note_start
 from rlmesh.run_directory.workspace import Workspace
 from rlmesh.runtime.process import clock
-from rlmesh.runtime.process.forked import forget_in_children, handle
+from rlmesh.runtime.process.forked import forget_in_children
 from rlmesh.wire.main_module import alias_main
 
 if TYPE_CHECKING:
@@ -82,7 +79,7 @@ def run_job(config: JobDescription, job_name: str | None = None, options: Launch
         )
     report_ends_briefly()
     driver = Driver(config, job_name, options)
-    with driver.handling_signals():
+    with handling((signal.SIGINT, *HEEDED), driver.on_signal):
         return driver.run()
 
 
@@ -209,7 +206,7 @@ class Driver:
             if options.observe is not None:
                 parse_kills(options.observe.chaos, {role.name: role.members for role in spec.roles})
                 if options.observe.metrics:
-                    from rlmesh.observe.prometheus.endpoint import check_free
+                    from rlmesh.observe.prometheus import check_free
 
                     check_free(options.observe.metrics)
                 spec = replace(spec, observe=options.observe)
@@ -274,26 +271,12 @@ class Driver:
 
         return draw_report(run_dir)
 
-    @contextmanager
-    def handling_signals(self) -> Iterator[None]:
-        """On the main thread, let SIGINT and SIGTERM stop the job, and SIGUSR1 (under Slurm also SIGTERM) give
-        notice."""
-        if threading.current_thread() is not threading.main_thread():
-            yield
-            return
-
-        def on_signal(number: int, frame: FrameType | None) -> None:
-            if gives_notice(number):
-                self.notice(signal.Signals(number).name)
-            else:
-                self.stop("Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name)
-
-        before = {number: handle(number, on_signal) for number in (signal.SIGINT, *HEEDED)}
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
+    def on_signal(self, number: int) -> None:
+        """SIGINT and SIGTERM stop the job, SIGUSR1 (under Slurm also SIGTERM) gives notice."""
+        if gives_notice(number):
+            self.notice(signal.Signals(number).name)
+        else:
+            self.stop("Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name)
 
 
 def described(config: JobDescription) -> str:

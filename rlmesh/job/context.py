@@ -7,8 +7,7 @@ reaches the rest of the job only through a ``ControlLink``, so this module does 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from enum import Enum
@@ -340,14 +339,19 @@ def set_current_worker(context: WorkerContext | None) -> None:
     _current = context
 
 
-@contextmanager
-def acting_as(context: WorkerContext) -> Iterator[None]:
-    """Set the result of ``current_worker()`` within the block, in a process that serves several roles."""
-    token = _acting.set(context)
-    try:
-        yield
-    finally:
-        _acting.reset(token)
+class acting_as:
+    """Sets the result of ``current_worker()`` within a ``with`` block, in a process that serves several roles."""
+
+    __slots__ = ("_context", "_token")
+
+    def __init__(self, context: WorkerContext) -> None:
+        self._context = context
+
+    def __enter__(self) -> None:
+        self._token = _acting.set(self._context)
+
+    def __exit__(self, *_: object) -> None:
+        _acting.reset(self._token)
 
 
 def current_worker() -> WorkerContext:

@@ -12,8 +12,7 @@ A buffer travels to a process on the same node in these steps, on these threads:
 4. When the last view is gone, the exchange calls ``wake``; the loop's thread then calls `take_releases` and sends
    each peer the releases for it. The peer's loop calls `release`.
 
-Peers are any hashable objects of the runtime; best is a link that is never used again after it broke. When a message
-could not be sent after `add_ref`, `release_unsent` undoes the reference.
+Peers are any hashable objects of the runtime; best is a link that is never used again after it broke.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 from rlmesh.memory.attach import Attachments
@@ -133,10 +132,6 @@ class MemoryExchange:
         if not isinstance(frame, memoryview):
             return None
         return self.pool.add_ref(frame, receiver) or self.attachments.add_ref(frame, receiver)
-
-    def release_unsent(self, descriptors: Iterable[Descriptor], receiver: Hashable) -> None:
-        """Undo `add_ref`, since the message was not sent."""
-        self.release([SlotRelease(d.segment, d.slot, d.generation, 1) for d in descriptors], receiver)
 
     def release(self, ended: Sequence[SlotRelease], receiver: Hashable) -> None:
         """End references, as a receiver reported."""

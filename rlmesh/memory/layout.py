@@ -63,8 +63,9 @@ class SlotRelease(NamedTuple):
 def _checked(fields: object, count: int, what: str) -> Any:
     if not isinstance(fields, list | tuple) or len(fields) != count or type(fields[0]) is not str:
         raise MalformedFrame(f"a {what} of shared memory is not a name and {count - 1} numbers")
-    if any(type(value) is not int or not 0 <= value < 1 << 63 for value in fields[1:]):
-        raise MalformedFrame(f"a {what} of {fields[0]!r:.80} holds something other than sizes and numbers")
+    for value in fields[1:]:
+        if type(value) is not int or not 0 <= value < 1 << 63:
+            raise MalformedFrame(f"a {what} of {fields[0]!r:.80} holds something other than sizes and numbers")
     return fields
 
 

@@ -13,12 +13,9 @@ import secrets
 import select
 import signal
 import sys
-import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from types import FrameType
 
 from rlmesh.agent.machine_checks import gather
 from rlmesh.agent.monitoring.logs import written_before
@@ -41,7 +38,7 @@ from rlmesh.rendezvous.state import (
     ReleaseAgent,
     Start,
 )
-from rlmesh.rendezvous.stop_signals import HEEDED, gives_notice
+from rlmesh.rendezvous.stop_signals import HEEDED, gives_notice, handling
 from rlmesh.run_directory.merged_logs import MergedLogs
 from rlmesh.run_directory.workspace import NodeFolder
 from rlmesh.runtime.future import Future
@@ -131,7 +128,7 @@ class _NodeClient:
         self._head_ended = self._eof = False
 
     def live(self) -> int:
-        with self._catching_signals():
+        with handling((signal.SIGINT, signal.SIGHUP, *HEEDED), self._note_signal):
             try:
                 self._head, self.rank = self._join()
                 return self._follow_orders()
@@ -393,22 +390,9 @@ class _NodeClient:
             name = signal.Signals(self._signals[-1]).name
             self._over = Over(128 + self._signals[-1], f"{name} at this node")
 
-    @contextmanager
-    def _catching_signals(self) -> Iterator[None]:
-        if threading.current_thread() is not threading.main_thread():
-            yield
-            return
-
-        def note(number: int, frame: FrameType | None) -> None:
-            (self._notices if gives_notice(number) else self._signals).append(number)
-            self._wake()
-
-        before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGHUP, *HEEDED)}
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
+    def _note_signal(self, number: int) -> None:
+        (self._notices if gives_notice(number) else self._signals).append(number)
+        self._wake()
 
 
 def _as_launch_error(error: CallError) -> LaunchError:

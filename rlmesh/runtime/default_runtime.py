@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from rlmesh.errors import UsageError
-
-if TYPE_CHECKING:
-    from rlmesh.runtime.runtime import Runtime
+from rlmesh.runtime.handle import NO_JOB, set_default_caller
+from rlmesh.runtime.runtime import Runtime
 
 _default: Runtime | None = None
 
 
 def set_default_runtime(runtime: Runtime | None) -> None:
-    """Set the runtime that ``RoleGroup("X")`` uses in this process."""
+    """Set the runtime that ``RoleGroup("X")`` uses in this process, until it is closed."""
     global _default
     _default = runtime
+    set_default_caller(runtime.outbound if runtime is not None else None)
+    if runtime is not None:
+        runtime.on_close = _forget
+
+
+def _forget(runtime: Runtime) -> None:
+    if _default is runtime:
+        set_default_runtime(None)
 
 
 def default_runtime_or_none() -> Runtime | None:
@@ -29,8 +34,5 @@ def default_runtime() -> Runtime:
         UsageError: this process is not part of a job.
     """
     if _default is None:
-        raise UsageError(
-            "this process is not part of a job, so it cannot call roles: RoleGroup works in role classes and entry "
-            "points that a job started. In a program of your own, pass RoleGroup(…, runtime=…)"
-        )
+        raise UsageError(NO_JOB)
     return _default

@@ -11,15 +11,14 @@ from _thread import allocate_lock
 from collections.abc import Callable, Generator, Sequence
 from concurrent.futures._base import CANCELLED_AND_NOTIFIED, FINISHED
 from concurrent.futures._base import PENDING as PENDING
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import Any, NoReturn, Protocol, TypeVar
 
 from rlmesh.errors import CallCancelled, UsageError, WouldDeadlock
+from rlmesh.runtime.calling.call_stats import own_run_queue_ns
 from rlmesh.runtime.calling.unretrieved import SharedReport, UnretrievedError
 from rlmesh.runtime.process import forked
-from rlmesh.runtime.process.scheduling_delay import own_run_queue_ns
-
-if TYPE_CHECKING:
-    from rlmesh.runtime.calling.future_arguments import StoredResult
+from rlmesh.wire.codec import Deferred
+from rlmesh.wire.passed import RemoteRef
 
 logger = logging.getLogger(__name__)
 
@@ -98,6 +97,31 @@ class FutureOrigin(Protocol):
         ...
 
 
+class StoredValue(Protocol):
+    """A result that its producer stores until it is needed."""
+
+    ref: RemoteRef
+
+    def fetch_for(self, future: Future[Any]) -> None:
+        """Get the value, and end ``future`` with it."""
+        ...
+
+
+reducers: list[Callable[[Future[Any]], tuple[Any, ...]]] = []
+"""Pickles futures that are arguments of calls: `rlmesh.runtime.calling.future_arguments` adds its function when the
+first of them is met."""
+
+
+def refuse_to_pickle() -> NoReturn:
+    """Raises:
+    Deferred: this thread does not encode the arguments of a call.
+    """
+    raise Deferred(
+        "a Future cannot be stored or sent by itself: pass it as an argument of a call, which takes its value from its "
+        "producer, or use its .result()"
+    )
+
+
 class _SettledCallback:
     """A callback that needs no value: it also runs if the result stays at its producer."""
 
@@ -127,7 +151,7 @@ class Future(concurrent.futures.Future[T]):
     _blocked: tuple[Any, ...] = ()
     _made_condition: threading.Condition | None = None
     _value_needed = False
-    stored: StoredResult | None = None
+    stored: StoredValue | None = None
     """The result at its producer, if it stayed there because the future was passed on as an argument."""
     what = "a call"
     """The call's name, for the messages of a batch."""
@@ -298,7 +322,7 @@ class Future(concurrent.futures.Future[T]):
         if self._state is PENDING and self.stored is None and origin is not None:
             origin.leave_at_producer()
 
-    def set_stored(self, stored: StoredResult) -> None:
+    def set_stored(self, stored: StoredValue) -> None:
         """Settle the future with a value that stays at its producer. On the runtime's loop."""
         with transition:
             if self._state is not PENDING:
@@ -373,9 +397,7 @@ class Future(concurrent.futures.Future[T]):
             logger.exception("a callback of %r raised", self)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        from rlmesh.runtime.calling.future_arguments import reduce_future
-
-        return reduce_future(self)
+        return reducers[0](self) if reducers else refuse_to_pickle()
 
     @property
     def has_value(self) -> bool:

@@ -6,6 +6,7 @@ import warnings
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from dataclasses import replace
 from enum import Enum
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Concatenate, Generic, Literal, overload
 
 from rlmesh.errors import RoleNotFound, UsageError
@@ -28,6 +29,8 @@ from rlmesh.runtime.sequence import FutureSequence
 if TYPE_CHECKING:
     from rlmesh.runtime.group_views import CollectedGroup, ScatteredGroup
     from rlmesh.runtime.streams import Stream
+
+_rank_of = attrgetter("rank")
 
 
 class RoleGroup(Generic[A]):
@@ -73,8 +76,11 @@ class RoleGroup(Generic[A]):
         book = (self._runtime or default_runtime()).outbound.address_book()
         if self._optional and self.role not in book.roles():
             return ()
-        members = book.group(self.role, self.group) if self.group else book.role(self.role)
-        return tuple([member.rank for member in members])
+        if self.group:
+            members = book.group(self.role, self.group)
+        else:
+            members = book.by_role.get(self.role) or book.role(self.role)
+        return tuple(map(_rank_of, members))
 
     def __len__(self) -> int:
         return len(self.ranks)

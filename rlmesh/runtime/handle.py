@@ -25,6 +25,12 @@ else:
 
     A = TypeVar("A")
 
+NO_JOB = (
+    "this process is not part of a job, so it cannot call roles: RoleGroup works in role classes and entry points that "
+    "a job started. In a program of your own, pass RoleGroup(…, runtime=…)"
+)
+"""The error of a process without a default runtime."""
+
 P = ParamSpec("P")
 R = TypeVar("R")
 X = TypeVar("X")
@@ -212,11 +218,24 @@ class MemberHandle(Generic[A]):
         return f"<MemberHandle {self.name}{' at ' + self.endpoint if self.endpoint else ''}>"
 
 
-def _default_caller() -> Caller:
-    """The calls of the runtime that this process has at this moment."""
-    from rlmesh.runtime.default_runtime import default_runtime
+_default: Caller | None = None
 
-    return default_runtime().outbound
+
+def set_default_caller(caller: Caller | None) -> None:
+    """Set what makes the calls of handles that came as arguments or results; see `set_default_runtime`."""
+    global _default
+    _default = caller
+
+
+def _default_caller() -> Caller:
+    """The calls of the runtime that this process has at this moment.
+
+    Raises:
+        UsageError: this process is not part of a job.
+    """
+    if _default is None:
+        raise UsageError(NO_JOB)
+    return _default
 
 
 def _arrived(name: str, endpoint: str | None, incarnation: int, options: CallOptions) -> MemberHandle[Any]:

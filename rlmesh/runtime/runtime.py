@@ -16,6 +16,7 @@ from rlmesh.errors import MethodNotFound, UsageError
 from rlmesh.runtime.activity import RuntimeActivity
 from rlmesh.runtime.argument_types import require
 from rlmesh.runtime.calling.busy_poll import BusyPoll
+from rlmesh.runtime.calling.call_stats import RunQueueMeter, own_run_queue_since_last_ns
 from rlmesh.runtime.calling.calls import Calls
 from rlmesh.runtime.calling.outbound import Outbound
 from rlmesh.runtime.connections.address_book import AddressBook, MemberExit
@@ -26,12 +27,10 @@ from rlmesh.runtime.connections.network import NetworkOptions, options_of_enviro
 from rlmesh.runtime.connections.security import check_key, find_key, make_key
 from rlmesh.runtime.connections.shm_transfer import ShmTransfer
 from rlmesh.runtime.connections.transports import Transports
-from rlmesh.runtime.default_runtime import default_runtime_or_none, set_default_runtime
 from rlmesh.runtime.future import register_loop_thread, unregister_loop_thread
 from rlmesh.runtime.handle import MemberHandle
 from rlmesh.runtime.process import forked
 from rlmesh.runtime.process.loops import LoopThread, Posts, with_threads
-from rlmesh.runtime.process.scheduling_delay import RunQueueMeter, own_run_queue_since_last_ns
 from rlmesh.runtime.rpc import exported, exported_functions
 from rlmesh.runtime.serving.activity_board import Board
 from rlmesh.runtime.serving.dispatch import Dispatcher
@@ -71,6 +70,7 @@ class Runtime:
         activity: what this process does and waits for.
         strangers: the peers that were rejected.
         exit_hook: called with ``SystemExit.code`` when a served method calls ``sys.exit``.
+        on_close: called with this runtime when it is closed.
     """
 
     def __init__(
@@ -81,6 +81,7 @@ class Runtime:
         self.endpoint: str | None = None
         self.public_endpoint: str | None = None
         self.exit_hook: Callable[[object], None] | None = None
+        self.on_close: Callable[[Runtime], object] = lambda _: None
         self.network = network or options_of_environment()
         self.key = make_key() if key is None else check_key(key)
         self._node_rank, self._loop, self._embedded = node_rank, loop, embedded
@@ -253,8 +254,7 @@ class Runtime:
                 return
             self._closed = True
         with_threads.discard(self)
-        if default_runtime_or_none() is self:
-            set_default_runtime(None)
+        self.on_close(self)
         self._dispatcher.ending = True
         for served in self._dispatcher.served():
             served.close()

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, get_args
 
 from rlmesh.errors import UsageError, WeightSyncError
@@ -82,9 +82,8 @@ class ArraySource:
             self._known = [(name, array, _form(array)) for name, array in arrays.items()]
         return self._manifest
 
-    @contextmanager
-    def gather(self, names: Sequence[str]) -> Iterator[Mapping[str, Any]]:
-        yield {name: self.arrays[name] for name in names}
+    def gather(self, names: Sequence[str]) -> AbstractContextManager[Mapping[str, Any]]:
+        return nullcontext({name: self.arrays[name] for name in names})
 
     def stamp(self) -> object:
         return self._changes
@@ -108,7 +107,7 @@ class ArraySink:
         require_choice("ArraySink(mode=…)", mode, get_args(Mode))
         self.arrays = dict(arrays)
         self.mode: Mode = mode
-        self._manifest = manifest_of(self.arrays)
+        self._describe()
         self._keep = keep_shared
         self._staged: dict[str, Any] = {}
         self._previous: dict[str, Any] = {}
@@ -116,8 +115,13 @@ class ArraySink:
 
     def manifest(self) -> Manifest:
         if not self._is_current():
-            self._manifest = manifest_of(self.arrays)
+            self._describe()
         return self._manifest
+
+    def _describe(self) -> None:
+        self._manifest = manifest_of(self.arrays)
+        self._owners = {spec.name: spec.owner_name for spec in self._manifest}
+        self._types = {name: (array.shape, array.dtype) for name, array in self.arrays.items()}
 
     def _is_current(self) -> bool:
         """True if the arrays that an ``in_place`` sink overwrites have the manifest's shapes and types."""
@@ -138,25 +142,28 @@ class ArraySink:
     def stage(self, tensors: Mapping[str, Any], *, keep: bool) -> None:
         import numpy as np
 
-        for owner, sent in self._manifest.by_owner(tensors).items():
-            spec = self._manifest.owner(owner)
+        for name, sent in tensors.items():
+            owner = self._owners[name]
+            if owner != name and owner in tensors:
+                continue  # It comes under the name that owns the memory.
             if self.mode == "in_place":
                 np.copyto(self.arrays[owner], sent, casting="unsafe")
                 continue
-            if keep and self._keep and dtype_name(sent) == spec.dtype:
+            shape, dtype = self._types[owner]
+            if keep and self._keep and sent.dtype == dtype:
                 array = sent.view()
                 array.flags.writeable = False
             else:
                 array = self._spare.get(owner)
                 if array is None:
-                    array = np.empty(spec.shape, spec.dtype)
+                    array = np.empty(shape, dtype)
                 np.copyto(array, sent, casting="unsafe")
             self._staged[owner] = array
 
     def flip(self, version: int) -> None:
         if self.mode == "in_place":
             return
-        staged = {spec.name: self._staged[spec.owner_name] for spec in self._manifest.tensors}
+        staged = {name: self._staged[owner] for name, owner in self._owners.items()}
         self._previous, self.arrays, self._staged = self.arrays, staged, {}
 
     def rollback(self) -> None:

@@ -26,21 +26,23 @@ from __future__ import annotations
 import os
 import secrets
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future as PlainFuture
 from functools import lru_cache
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
 from rlmesh.errors import UsageError, WeightSyncError
 from rlmesh.job.context import current_worker
 from rlmesh.runtime.argument_types import require_number
 from rlmesh.runtime.connections.address_book import AddressBook, member_name
 from rlmesh.runtime.default_runtime import default_runtime
+from rlmesh.runtime.future import Future
 from rlmesh.runtime.group import RoleGroup
-from rlmesh.runtime.handle import MemberHandle
+from rlmesh.runtime.handle import CallOptions
 from rlmesh.runtime.rpc import rpc
 from rlmesh.runtime.runtime import Runtime
+from rlmesh.weights.planning.buckets import Bucket
+from rlmesh.weights.planning.plan import Participant
 from rlmesh.weights.protocols import WeightSink, WeightSource
-from rlmesh.weights.transfer.delivery import Command
+from rlmesh.weights.transfer.delivery import Command, DeliveryFailure
 from rlmesh.weights.transfer.receiver import Receiver, Tap
 from rlmesh.weights.transfer.sender import OpenedRoute, RouteStart, Sender, SenderOrigin
 from rlmesh.wire.envelope import ANY_INCARNATION
@@ -56,14 +58,12 @@ Incarnations = Mapping[str, int]
 def commander(runtime: Runtime) -> Command:
     """A `Command` that calls members through ``runtime``."""
 
-    @lru_cache(maxsize=1024)
-    def handle(member: str, incarnation: int, timeout_s: float) -> MemberHandle[Any]:
-        return MemberHandle[Any](runtime.outbound, member, incarnation=incarnation).options(timeout_s=timeout_s)
+    options = lru_cache(maxsize=64)(lambda timeout_s: CallOptions().changed(timeout_s=timeout_s))
 
     def command(
         member: str, method: str, *args: Any, timeout_s: float, incarnation: int = ANY_INCARNATION
-    ) -> PlainFuture[Any]:
-        return handle(member, incarnation, timeout_s).call(method, *args)
+    ) -> Future[Any]:
+        return runtime.outbound.submit(member, method, args, {}, options(timeout_s), None, incarnation)
 
     return command
 
@@ -124,7 +124,7 @@ class ReceivesWeights:
     # Commands; the receiver runs one at a time, in order.
 
     @rpc(concurrent=CONCURRENT)
-    def weights_sink_describe(self) -> dict[str, Any]:
+    def weights_sink_describe(self) -> Participant:
         return self.weights.describe()
 
     @rpc(concurrent=CONCURRENT)
@@ -132,7 +132,7 @@ class ReceivesWeights:
         return self.weights.has(session)
 
     @rpc(concurrent=CONCURRENT)
-    def weights_attach(self, opened: OpenedRoute, buckets: Sequence[Any]) -> None:
+    def weights_attach(self, opened: OpenedRoute, buckets: tuple[Bucket, ...]) -> None:
         self.weights.attach(opened.settings, opened.channel, buckets, opened.info)
 
     @rpc(concurrent=CONCURRENT)
@@ -217,7 +217,7 @@ class SendsWeights:
         return self.__sender
 
     @rpc
-    def weights_source_describe(self) -> dict[str, Any]:
+    def weights_source_describe(self) -> Participant:
         return self.weights_source.describe()
 
     @rpc(concurrent=CONCURRENT)
@@ -226,7 +226,7 @@ class SendsWeights:
 
     @rpc
     def weights_open(
-        self, session: str, buckets: Sequence[Any], routes: Sequence[RouteStart], keep: bool, timeout_s: float,
+        self, session: str, buckets: tuple[Bucket, ...], routes: Sequence[RouteStart], keep: bool, timeout_s: float,
         verify: bool, sharded: bool,
     ) -> Mapping[str, OpenedRoute]:  # fmt: skip
         return self.weights_source.open(session, buckets, routes, keep, timeout_s, verify, sharded)
@@ -238,41 +238,20 @@ class SendsWeights:
     @rpc
     def weights_capture(
         self, session: str, push: int, version: int, flip_s: float, bucket_s: float, again: bool
-    ) -> list[Any] | None:
-        failure = self.weights_source.capture(session, push, version, flip_s, bucket_s, again)
-        return failure.to_wire() if failure is not None else None
+    ) -> DeliveryFailure | None:
+        return self.weights_source.capture(session, push, version, flip_s, bucket_s, again)
 
     @rpc(concurrent=2)
-    def weights_sent(self, session: str, push: int) -> list[Any] | None:
-        failure = self.weights_source.sent(session, push)
-        return failure.to_wire() if failure is not None else None
+    def weights_sent(self, session: str, push: int) -> DeliveryFailure | None:
+        return self.weights_source.sent(session, push)
 
     @rpc
     def weights_close(self, session: str) -> None:
         self.weights_source.close_session(session)
 
 
-class Endpoint(Protocol):
-    """One side of a `WeightSync`: its source or its sinks.
-
-    Attributes:
-        is_local: the side is in this process: a command has ended when `command` returns.
-    """
-
-    is_local: bool
-
-    @property
-    def command(self) -> Command:
-        """Sends a command to a member; if an incarnation is given, to no other incarnation."""
-        ...
-
-    def incarnations(self) -> Incarnations:
-        """The current members, and the number of restarts of each."""
-        ...
-
-
 class MemberEndpoint:
-    """All members of some roles."""
+    """All members of some roles. `command` sends a command to a member; if an incarnation is given, to no other."""
 
     is_local = False
 
@@ -282,6 +261,7 @@ class MemberEndpoint:
         self._known: tuple[AddressBook, Incarnations] | None = None
 
     def incarnations(self) -> Incarnations:
+        """The current members, and the number of restarts of each."""
         book = self._runtime.address_book()
         if self._known is not None and self._known[0] is book:
             return self._known[1]
@@ -296,7 +276,7 @@ class MemberEndpoint:
     def behind(self, version: int, timeout_s: float) -> frozenset[str]:
         """The sinks that serve another version, or none."""
         asked = {m: self.command(m, "weights_sink_describe", timeout_s=timeout_s) for m in self.incarnations()}
-        return frozenset(member for member, answer in asked.items() if answer.result()["version"] != version)
+        return frozenset(member for member, answer in asked.items() if answer.result().version != version)
 
     def rollback(self, flip_s: float, timeout_s: float) -> int:
         """Let all sinks go back to the version before; returns it.
@@ -337,10 +317,14 @@ class LocalSource(SendsWeights):
 
     def command(
         self, member: str, method: str, *args: Any, timeout_s: float, incarnation: int = ANY_INCARNATION
-    ) -> PlainFuture[Any]:
-        future: PlainFuture[Any] = PlainFuture()
+    ) -> Future[Any]:
+        future: Future[Any] = Future()
         try:
-            future.set_result(getattr(self, method)(*args))
+            future.end(getattr(self, method)(*args), None)
         except Exception as error:
-            future.set_exception(error)
+            future.end(None, error)
         return future
+
+
+Endpoint: TypeAlias = MemberEndpoint | LocalSource
+"""One side of a `WeightSync`: its source or its sinks."""

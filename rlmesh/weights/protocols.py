@@ -15,7 +15,7 @@ from rlmesh.weights.planning.plan import Mode
 
 if TYPE_CHECKING:
     from rlmesh.weights.planning.buckets import BucketEntry
-    from rlmesh.weights.version_gate import VersionGate
+    from rlmesh.weights.sink_state import VersionGate
 
 Framework = Literal["numpy", "torch"]
 

@@ -126,7 +126,7 @@ def encode(value: Any, capture: Capture | None = None) -> Frames:
         Unserializable: the value cannot be serialized; the text names its type.
         PayloadTooLarge: ``capture`` refuses a value of that size.
     """
-    if _is_plain(value):
+    if type(value) in _ATOMS or (type(value) is tuple and _is_plain_call(value)):
         small = pickle.dumps(value, 5)
         if len(small) < _MODEST_BYTES:
             return [small]
@@ -163,10 +163,8 @@ def encode(value: Any, capture: Capture | None = None) -> Frames:
     return [whole, *(capture(large, len(whole)) if capture is not None else map(bytes, device.contents(large)))]
 
 
-def _is_plain(value: Any) -> bool:
-    """True for an atom, and for the arguments of a call if they are atoms."""
-    if type(value) is not tuple:
-        return type(value) in _ATOMS
+def _is_plain_call(value: tuple[Any, ...]) -> bool:
+    """True for the arguments of a call if they are atoms."""
     if len(value) != 2:
         return False
     args, kwargs = value

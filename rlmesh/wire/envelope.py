@@ -234,7 +234,7 @@ def pack(messages: Sequence[Message], make_ref: MakeRef | None = None) -> Frames
             headers.append((_KIND_OF[type(header)], len(payload), header, refs))
         else:
             headers.append((_KIND_OF[type(header)], len(payload), header))
-    frames[0] = msgpack.packb(headers)
+    frames[0] = msgpack.Packer().pack(headers)  # As `msgpack.packb`, without a function of Python.
     return frames
 
 

@@ -342,7 +342,7 @@ def test_a_source_that_is_killed_in_its_snapshot_does_not_hold_the_sink_up(mode:
             # This command has its turn after the one that waited for the snapshot.
             described = RoleGroup[Any]("SINK", runtime=members.caller)[0].call("weights_sink_describe").result(60)
             assert time.monotonic() - began < 10
-            assert described["version"] == (2 if mode == "double_buffer" else None)
+            assert described.version == (2 if mode == "double_buffer" else None)
 
 
 @pytest.mark.parametrize("mode", ["double_buffer", "in_place"])

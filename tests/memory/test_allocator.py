@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlmesh.memory.allocator import FreeSpace
+from rlmesh.memory.segment import FreeSpace
 
 
 @settings(max_examples=200, deadline=None)

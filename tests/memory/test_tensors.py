@@ -13,7 +13,7 @@ import torch
 
 from rlmesh.memory.attach import writable
 from rlmesh.memory.exchange import MemoryExchange
-from rlmesh.memory.layout import SlotRelease
+from rlmesh.memory.layout import Descriptor, SlotRelease
 from tests.memory.borrower import Borrower, borrower, digest
 
 
@@ -143,11 +143,16 @@ def test_a_pool_that_is_full_captures_bytes_and_says_so_once(job_id: str, caplog
     exchange.close()
 
 
-def test_messages_that_were_not_sent_hold_nothing(exchange: MemoryExchange) -> None:
+def release_of(descriptor: Descriptor | None) -> SlotRelease:
+    assert descriptor is not None
+    return SlotRelease(descriptor.segment, descriptor.slot, descriptor.generation, 1)
+
+
+def test_references_that_were_released_hold_nothing(exchange: MemoryExchange) -> None:
     frame = exchange.capture([b"x" * 100_000])[0]
     descriptors = [exchange.add_ref(frame, "R") for _ in range(3)]
     del frame
-    exchange.release_unsent([d for d in descriptors if d is not None], "R")
+    exchange.release([release_of(d) for d in descriptors], "R")
     assert exchange.pool.stats().slots == 0
 
 
@@ -221,7 +226,7 @@ def test_tensors_of_more_than_4_gib_arrive_whole(job_id: str) -> None:
     descriptor = exchange.add_ref(frame, "self")
     assert descriptor is not None and descriptor.nbytes == nbytes - 4096
     assert exchange.pool.stats().slots == 2
-    exchange.release_unsent([descriptor], "self")
+    exchange.release([release_of(descriptor)], "self")
     del view, tensor, part, frame
     settle(exchange)
     assert exchange.pool.stats().slots == 0

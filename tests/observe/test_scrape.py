@@ -29,8 +29,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from rlmesh.errors import UsageError
 from rlmesh.master.monitoring.metrics_page import page_text
-from rlmesh.observe.prometheus.endpoint import CONTENT_TYPE, ScrapeServer, check_free, parse_address
-from rlmesh.observe.prometheus.listening import ListenSocket
+from rlmesh.observe.prometheus import CONTENT_TYPE, ListenSocket, ScrapeServer, check_free, parse_address
 from tests.master.launched import ROOT, TOY, Launched
 from tests.own_time import HANG_S
 

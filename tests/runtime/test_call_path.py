@@ -10,8 +10,8 @@ from pathlib import Path
 from tests.own_time import HANG_S
 
 PROGRAM = Path(__file__).resolve().parents[2] / "benchmarks" / "call_path.py"
-MOST_CALLS = 120
-MOST_MODULES = 21
+MOST_CALLS = 100
+MOST_MODULES = 15
 
 
 def test_a_warm_call_runs_through_few_functions() -> None:

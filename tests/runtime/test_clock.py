@@ -13,9 +13,8 @@ from collections.abc import Iterator
 
 import pytest
 
+from rlmesh.runtime.calling.pending import DeadlineEntry, Deadlines
 from rlmesh.runtime.process import clock
-from rlmesh.runtime.process import deadlines as deadlines_module
-from rlmesh.runtime.process.deadlines import Deadlines
 from tests.own_time import HANG_S
 
 STILL_S = clock.STILL_S + 0.5
@@ -52,7 +51,7 @@ def stand_still() -> None:
 class Entry:
     def __init__(self, seconds: float) -> None:
         self.deadline, self.call_id = clock.now() + seconds, 1
-        self.bucket: dict[int, deadlines_module.DeadlineEntry] | None = None
+        self.bucket: dict[int, DeadlineEntry] | None = None
 
 
 @pytest.mark.case("b20")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rlmesh.runtime.process.scheduling_delay import RunQueueMeter, own_run_queue_ns
+from rlmesh.runtime.calling.call_stats import RunQueueMeter, own_run_queue_ns
 
 
 def test_run_queue_time_only_grows() -> None:

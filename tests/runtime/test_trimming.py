@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from rlmesh.runtime.connections import pool_trimmer
-from rlmesh.runtime.connections.pool_trimmer import EVERY_S, IDLE_S, PoolTrimmer
+from rlmesh.runtime.connections import shm_transfer
+from rlmesh.runtime.connections.shm_transfer import EVERY_S, IDLE_S, PoolTrimmer
 from rlmesh.runtime.process.loops import Posts
 from rlmesh.runtime.rpc import rpc
 from rlmesh.runtime.runtime import Runtime
@@ -77,7 +77,7 @@ def test_a_job_that_lives_on_gives_its_segments_back(
     tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch, until: object
 ) -> None:
     """Between two processes' worth of runtimes: the sender's segment goes, the receiver's mapping of it too."""
-    monkeypatch.setattr(pool_trimmer, "EVERY_S", 0.05)
+    monkeypatch.setattr(shm_transfer, "EVERY_S", 0.05)
     with (
         Runtime.start(name="S:0", job_id="trims") as server,
         Runtime.start(name="client", key=server.key, bind=False, job_id="trims") as client,
@@ -90,11 +90,11 @@ def test_a_job_that_lives_on_gives_its_segments_back(
             return [path.name for path in Path("/dev/shm").glob("rlmesh-trims-*")]
 
         for _ in range(2):
-            monkeypatch.setattr(pool_trimmer, "IDLE_S", 60.0)
+            monkeypatch.setattr(shm_transfer, "IDLE_S", 60.0)
             data = np.arange(1 << 20)
             assert member.call("take", data).result() == (1 << 20) - 1
             assert len(segments()) == 1
-            monkeypatch.setattr(pool_trimmer, "IDLE_S", 0.1)
+            monkeypatch.setattr(shm_transfer, "IDLE_S", 0.1)
             assert callable(until)
             until(lambda: segments() == [] and not maps("rlmesh-trims"))
 

@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import numpy as np
 import pytest
+import torch
 import xxhash
 
 from rlmesh.errors import WeightSyncError
+from rlmesh.weights.arrays import ArraySink
 from rlmesh.weights.planning.buckets import Bucket, BucketEntry
-from rlmesh.weights.transfer.staging import BucketCheck
-from rlmesh.weights.transfer.tensor_bytes import UNIT_BYTES, checksum_count, checksums, copy_with_checksums
+from rlmesh.weights.transfer.tensor_bytes import (
+    UNIT_BYTES,
+    BucketCheck,
+    checksum_count,
+    checksums,
+    copy_with_checksums,
+    stage_pieces,
+)
 
 SIZES = [0, 1, 8, 4096, UNIT_BYTES - 1, UNIT_BYTES, UNIT_BYTES + 1, 3 * UNIT_BYTES + 77]
 Bytes = np.ndarray[tuple[int], np.dtype[np.uint8]]
@@ -59,16 +70,16 @@ def test_readers_of_one_memory_share_every_unit(readers: int) -> None:
     which = range(len(pieces))
     sent = [one for piece in pieces for one in checksums(piece)]
     bucket = bucket_of(SIZES)
-    checks = [BucketCheck(bucket, pieces, lambda: sent, (reader, readers)) for reader in range(readers)]
+    checks = [BucketCheck(bucket, pieces, (reader, readers)) for reader in range(readers)]
     for check in checks:
-        check.sum_and_compare(which, pieces, shared=True)
+        check.sum_and_compare(which, pieces, sent, shared=True)
     for i, size in enumerate(SIZES):
         for unit in range(checksum_count(size) if size else 0):
             pieces[i][unit * UNIT_BYTES] ^= 1
             complained = []
             for reader, check in enumerate(checks):
                 try:
-                    check.sum_and_compare(which, pieces, shared=True)
+                    check.sum_and_compare(which, pieces, sent, shared=True)
                 except WeightSyncError as error:
                     assert f"bucket 4 arrived altered: the checksums of t{i} (1 of {len(SIZES)} tensors)" in str(error)
                     complained.append(reader)
@@ -83,25 +94,60 @@ def test_who_looks_at_other_memory_sees_that_however_small_it_is(sizes: list[int
     which = range(len(sizes))
     sent = [one for piece in pieces for one in checksums(piece)]
     for reader in range(8):
-        check = BucketCheck(bucket_of(sizes), pieces, lambda: sent, (reader, 8))
-        check.sum_and_compare(which, pieces, shared=True)
+        check = BucketCheck(bucket_of(sizes), pieces, (reader, 8))
+        check.sum_and_compare(which, pieces, sent, shared=True)
         with pytest.raises(WeightSyncError, match="arrived altered"):
-            check.sum_and_compare(which, others, shared=True)
+            check.sum_and_compare(which, others, sent, shared=True)
 
 
 def test_who_copies_compares_everything() -> None:
     pieces = [some_bytes(size) for size in SIZES]
     which = range(len(pieces))
     sent = [one for piece in pieces for one in checksums(piece)]
-    check = BucketCheck(bucket_of(SIZES), pieces, lambda: sent, (1, 3))
+    check = BucketCheck(bucket_of(SIZES), pieces, (1, 3))
     found = [checksums(piece) for piece in pieces]
-    check.compare(which, found)
-    check.sum_and_compare(which, pieces, shared=False)
+    check.compare(which, found, sent)
+    check.sum_and_compare(which, pieces, sent, shared=False)
     found[-1][2] ^= 1
     found[3][0] ^= 1
     with pytest.raises(WeightSyncError, match=r"checksums of t3, t7 \(2 of 8 tensors\)"):
-        check.compare(which, found)
-    check.compare([0, 7], [checksums(pieces[0]), checksums(pieces[7])])
+        check.compare(which, found, sent)
+    check.compare([0, 7], [checksums(pieces[0]), checksums(pieces[7])], sent)
     pieces[5][-1] ^= 1
     with pytest.raises(WeightSyncError, match=r"checksums of t5 \(1 of 8 tensors\)"):
-        check.sum_and_compare(which, pieces, shared=False)
+        check.sum_and_compare(which, pieces, sent, shared=False)
+
+
+@pytest.mark.parametrize("filled", [False, True], ids=["staged", "copied into the sink's memory"])
+def test_late_pieces_and_checksums_are_read_once_they_are_ready(filled: bool) -> None:
+    """A sink of a GPU is told of a snapshot before it is made."""
+    pieces = [some_bytes(size) for size in SIZES]
+    truth = [one for piece in pieces for one in checksums(piece)]
+    arrays = {name: np.zeros(size, np.uint8) for name, size in zip(bucket_of(SIZES).names, SIZES, strict=True)}
+    sink, steps = ArraySink(arrays), list[str]()
+    late = [np.zeros_like(piece) for piece in pieces]
+
+    class Open:
+        def rooms(self, entries: Sequence[BucketEntry], *, keep: bool) -> Sequence[Any]:
+            return [torch.from_numpy(arrays[entry.name]) if filled else None for entry in entries]
+
+        def takes_parts(self) -> bool:
+            return False
+
+    def ready() -> None:
+        steps.append("ready")
+        for place, piece in zip(late, pieces, strict=True):
+            place[:] = piece
+
+    def sent() -> list[int]:
+        steps.append("checksums")
+        return truth if steps == ["ready", "checksums"] else []
+
+    bucket = bucket_of(SIZES)
+    check = BucketCheck(bucket, late, (0, 1))
+    sink.begin(1)
+    stage_pieces(sink, Open(), bucket, late, keep=False, check=check, sent=sent, ready=ready)
+    if not filled:
+        sink.flip(1)
+    assert steps == ["ready", "checksums"]
+    assert all((sink.arrays[name] == piece).all() for name, piece in zip(bucket.names, pieces, strict=True))

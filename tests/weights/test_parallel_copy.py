@@ -7,7 +7,8 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from rlmesh.weights.transfer.tensor_bytes import CHUNK_BYTES, ParallelCopy, checksums
+from rlmesh.weights.channels.shm import CHUNK_BYTES, ParallelCopy
+from rlmesh.weights.transfer.tensor_bytes import checksums
 
 SIZES = [0, 5, 3 * CHUNK_BYTES + 13, 0, CHUNK_BYTES, 8, CHUNK_BYTES + 8, 1 << 20]
 

@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 
 from rlmesh.errors import WeightsNotReady, WeightSyncError
 from rlmesh.weights.planning.plan import Mode
-from rlmesh.weights.planning.sink_state import SinkState
-from rlmesh.weights.version_gate import VersionGate
+from rlmesh.weights.sink_state import SinkState, VersionGate
 from tests.own_time import HANG_S
 
 COMMANDS = st.lists(

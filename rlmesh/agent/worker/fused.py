@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
+from types import AsyncGeneratorType
 from typing import Any
 
 from rlmesh.job.context import WorkerContext, acting_as
@@ -64,7 +65,9 @@ def acting_for(context: WorkerContext, function: Callable[..., Any]) -> Callable
     def run(*args: Any, **kwargs: Any) -> Any:
         with acting_as(context):
             made = function(*args, **kwargs)
-        if inspect.isawaitable(made) or inspect.isasyncgen(made):  # an async function below a plain decorator
+        if (
+            hasattr(kind := type(made), "__await__") or kind is AsyncGeneratorType
+        ):  # an async function below a plain decorator
             return acting_for(context, _gives_back(made))()
         return made
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from rlmesh.master.chaos_plan import parse_kill
 from rlmesh.master.jobspec import ObserveOptions
-from rlmesh.observe.prometheus.endpoint import parse_address
+from rlmesh.observe.prometheus import parse_address
 
 __all__ = ["add_options", "options_of"]
 

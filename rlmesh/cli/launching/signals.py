@@ -3,32 +3,25 @@
 from __future__ import annotations
 
 import signal
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
-from types import FrameType
+from contextlib import AbstractContextManager
 
 from rlmesh.driver.options import Ambient
 from rlmesh.driver.outcome import StoppedBySignal
 from rlmesh.errors import JobStopped
-from rlmesh.rendezvous.stop_signals import HEEDED, gives_notice
-from rlmesh.runtime.process.forked import handle
+from rlmesh.rendezvous.stop_signals import HEEDED, gives_notice, handling
 
 __all__ = ["heeding_signals"]
 
 
-@contextmanager
-def heeding_signals(block: Ambient) -> Iterator[None]:
-    """Handle signals: SIGUSR1 gives the block's running jobs notice, SIGTERM ends them (under Slurm it gives notice
-    too). Without a running job the script ends with ``JobStopped`` or ``StoppedBySignal``. ``submit`` on the main
-    thread handles the signals itself while it waits; this is for the time before and after, and for jobs on other
-    threads.
-    """
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
+def heeding_signals(block: Ambient) -> AbstractContextManager[None]:
+    """Handles signals within a block.
 
-    def heed(number: int, frame: FrameType | None) -> None:
+    SIGUSR1 gives the block's running jobs notice, SIGTERM ends them (under Slurm it gives notice too). If no job runs,
+    the script ends with ``JobStopped`` or ``StoppedBySignal``. ``submit`` on the main thread handles the signals
+    itself while it waits; this is for the time before and after, and for jobs on other threads.
+    """
+
+    def heed(number: int) -> None:
         name = signal.Signals(number).name
         running = [job for job in block.jobs if not job.wait_ended(0)]
         for job in running:
@@ -41,9 +34,4 @@ def heeding_signals(block: Ambient) -> Iterator[None]:
         stopped.number = number
         raise stopped
 
-    before = {number: handle(number, heed) for number in HEEDED}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+    return handling(HEEDED, heed)

@@ -32,7 +32,7 @@ from rlmesh.runtime.runtime import Runtime
 
 if TYPE_CHECKING:
     from rlmesh.agent.monitoring.usage import NodeUse
-    from rlmesh.observe.prometheus.endpoint import ScrapeServer
+    from rlmesh.observe.prometheus import ScrapeServer
 
 __all__ = ["Observer"]
 
@@ -142,7 +142,7 @@ class Observer:
         spec = self._manager.context.spec
         if not spec.observe.metrics:
             return
-        from rlmesh.observe.prometheus.endpoint import ScrapeServer, parse_address
+        from rlmesh.observe.prometheus import ScrapeServer, parse_address
 
         server = ScrapeServer(self._metrics_page())
         try:

@@ -24,7 +24,7 @@ from typing import Any
 from rlmesh.errors import MalformedFrame
 from rlmesh.runtime.calling.pending import PendingCall
 from rlmesh.runtime.future import Future
-from rlmesh.runtime.serving.reply_backlog import is_large
+from rlmesh.runtime.serving.reply_backlog import LARGE_BYTES
 from rlmesh.runtime.transport.base import Link
 from rlmesh.runtime.transport.stream import StreamLink
 from rlmesh.wire.envelope import Frames, Message, Reply, TakenReplies, unpack
@@ -115,7 +115,7 @@ class BusyPoll:
             assert isinstance(reply, Reply)
             channel = call.peer.channel
             self._on_reply(link, reply, frames)
-            if is_large(frames) and (count := channel.backlog.on_received(frames)):
+            if len(frames[0]) >= LARGE_BYTES and (count := channel.backlog.on_received(frames)):
                 channel.send(TakenReplies(count), [])
 
 

@@ -16,17 +16,15 @@ from typing import Any
 
 from rlmesh.errors import CallCancelled, CallError, Executed, MailboxFull, RoleNotFound, ShuttingDown
 from rlmesh.runtime.calling.busy_poll import BusyPoll
-from rlmesh.runtime.calling.call_stats import CallRecorder
+from rlmesh.runtime.calling.call_stats import CallRecorder, RunQueueMeter
 from rlmesh.runtime.calling.generations import CohortSender, first_parts
 from rlmesh.runtime.calling.peer_connections import PeerConnections
 from rlmesh.runtime.calling.peer_table import PeerTable
-from rlmesh.runtime.calling.pending import Peer, PendingCall, how_it_ended
+from rlmesh.runtime.calling.pending import DeadlineEntry, Deadlines, Peer, PendingCall, how_it_ended
 from rlmesh.runtime.connections.address_book import AddressBook, MemberExit, member_name, split_name
 from rlmesh.runtime.connections.channel import Channel
 from rlmesh.runtime.future import Future
 from rlmesh.runtime.process import clock
-from rlmesh.runtime.process.deadlines import DeadlineEntry, Deadlines
-from rlmesh.runtime.process.scheduling_delay import RunQueueMeter
 from rlmesh.runtime.rpc import MAX_CONCURRENT
 from rlmesh.runtime.serving.dependency_queue import DependencyQueue
 from rlmesh.runtime.transport.base import Link
@@ -107,7 +105,7 @@ class Calls:
         with self._lock:
             if call.future is not None:
                 self._deadlines.add(call, call.timeout_s)
-            detour = self.detours or self.closing or self.peers.needs_route(call)
+            detour = self.detours or self.closing or self.needs_route(call)
             peer = None if detour else self.peers.by_endpoint.get(call.endpoint)  # type: ignore[arg-type]
             if peer is None:
                 self.detours += 1
@@ -127,6 +125,22 @@ class Calls:
         elif gate is not None:
             # The caller is a plain thread and its line is long: it waits, at most until the call's deadline.
             gate.acquire(timeout=max(0.0, call.deadline - clock.now()))
+
+    def needs_route(self, call: PendingCall) -> bool:
+        """Under the lock: set the endpoint of a call from the address book; True if the call has to take the way over
+        the loop (`route`)."""
+        peers = self.peers
+        if call.pinned:
+            return call.endpoint in peers.lost
+        member = peers.book.by_name.get(call.name) if peers.book is not None else None
+        if member is None or member.endpoint is None or (call.name, member.incarnation) in peers.dead:
+            return True
+        if member.endpoint in peers.lost or (call.wanted != ANY_INCARNATION and call.wanted != member.incarnation):
+            return True
+        if call.rank_loop is not None and peers.left_behind(call, member.incarnation) is not None:
+            return True
+        call.endpoint, call.incarnation = member.endpoint, member.incarnation
+        return False
 
     def enter(self, call: PendingCall) -> None:
         """Under the lock: number a call and start its deadline."""
@@ -384,7 +398,7 @@ class Calls:
             peers.dead[name, info.incarnation] = info
         # To the error, or to the process that takes the member's place.
         self._route_again([call for call in self.parked.values() if call.name == name])
-        member = peers.book.find_name(name) if peers.book is not None else None
+        member = peers.book.by_name.get(name) if peers.book is not None else None
         replaced = member is not None and member.incarnation > info.incarnation
         reason = how_it_ended(info) + ("; it is being restarted" if replaced else "")
         for peer in [*peers.by_endpoint.values(), *peers.orphans.values()]:

@@ -13,16 +13,14 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rlmesh.errors import CallCancelled, CallError, RemoteError
+from rlmesh.runtime.future import Future, StoredValue, reducers, refuse_to_pickle
 from rlmesh.runtime.serving.result_store import items_of
 from rlmesh.wire import codec
 from rlmesh.wire.envelope import Frames
 from rlmesh.wire.passed import WHOLE, ItemRange, RemoteRef, Value, pack_passed
-
-if TYPE_CHECKING:
-    from rlmesh.runtime.future import Future
 
 _WHOLE_RANGE = ItemRange()
 
@@ -103,10 +101,7 @@ def reduce_future(future: Future[Any], part: ItemRange = _WHOLE_RANGE) -> tuple[
     """
     found = _collecting.found
     if found is None:
-        raise codec.Deferred(
-            "a Future cannot be stored or sent by itself: pass it as an argument of a call, which takes its value "
-            "from its producer, or use its .result()"
-        )
+        refuse_to_pickle()
     if future.has_value and future.stored is None:
         value = future.result()
         return _itself, (value if part.start == WHOLE else items_of(value, part, future.what),)
@@ -118,6 +113,9 @@ def reduce_future(future: Future[Any], part: ItemRange = _WHOLE_RANGE) -> tuple[
         found[key] = len(_collecting.futures)
         _collecting.futures.append((future, part))
     return _take, (found[key],)
+
+
+reducers.append(reduce_future)
 
 
 # Other processes find these three functions by name: pickles hold them.
@@ -164,7 +162,7 @@ class PassedArguments:
             self._needs = _collecting.futures
         finally:
             _collecting.found, _collecting.futures = outer
-        self._payload: tuple[Frames, list[StoredResult]] | None = None
+        self._payload: tuple[Frames, list[StoredValue]] | None = None
         self._store = True
         self._left = len(self._needs)
         self._waiting: list[Callable[[], None]] = []
@@ -223,7 +221,7 @@ class PassedArguments:
                     return error
         return None
 
-    def payload(self) -> tuple[Frames, list[StoredResult]]:
+    def payload(self) -> tuple[Frames, list[StoredValue]]:
         """The frames that travel, and the results that must be stored until the call is over.
 
         Only when `ready`, and without `error`.
@@ -234,7 +232,7 @@ class PassedArguments:
         if self._payload is not None:
             return self._payload
         values: list[Value] = []
-        stored: list[StoredResult] = []
+        stored: list[StoredValue] = []
         for future, part in self._needs:
             if future.stored is not None and (self._store or not future.has_value):
                 stored.append(future.stored)

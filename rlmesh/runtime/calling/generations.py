@@ -65,6 +65,8 @@ class CallSender(Protocol):
     @property
     def held(self) -> HeldCohorts: ...
 
+    def needs_route(self, call: PendingCall) -> bool: ...
+
     def enter(self, call: PendingCall) -> None: ...
 
     def send(self, peer: Peer, call: PendingCall) -> None: ...
@@ -107,7 +109,7 @@ class CohortSender:
         """Under the lock: the connections that the parts take; None if there is something to wait for."""
         peers = []
         for part in cohort.parts:
-            needs_route = self._peers.needs_route(part)
+            needs_route = self._calls.needs_route(part)
             peer = None if needs_route else self._peers.by_endpoint.get(part.endpoint)  # type: ignore[arg-type]
             if peer is None:
                 return None

@@ -17,7 +17,7 @@ from rlmesh.runtime.connections.network import NetworkOptions
 from rlmesh.runtime.connections.shm_transfer import ShmTransfer
 from rlmesh.runtime.future import Future
 from rlmesh.runtime.handle import CallOptions
-from rlmesh.runtime.serving.call_context import CallContext, current_call, served_call
+from rlmesh.runtime.serving.incoming import CallContext, current_call, served_call
 from rlmesh.runtime.serving.result_store import FETCH, ResultStore
 from rlmesh.wire import codec
 from rlmesh.wire.envelope import ANY_INCARNATION, WINDOW_SHIFT, Buffer, Flag
@@ -171,7 +171,7 @@ class Outbound:
             return future
         # The caller, perhaps on another node, named the producer by the address that the caller itself uses.
         book = self.peers.book
-        member = book.find_name(ref.name) if book is not None else None
+        member = book.by_name.get(ref.name) if book is not None else None
         if member is not None and member.endpoint and member.incarnation == ref.incarnation:
             ref = ref._replace(endpoint=member.endpoint)
         limit_s = self.default_timeout_s if timeout_s is None else timeout_s
@@ -230,7 +230,7 @@ class Outbound:
     ) -> list[Future[Any]]:  # fmt: skip
         """Make one call for each rank. The calls to an elastic role go to one generation of its group, or to none."""
         if len(ranks) == 1:
-            name = member_name(role, ranks[0])
+            name = f"{role}:{ranks[0]}"  # As `member_name`, once per call.
             return [self.submit_encoded(name, method, frames[0], options, None, ANY_INCARNATION, reply, group, inbox)]
         names = [member_name(role, rank) for rank in ranks]
         if len(set(names)) < len(names) or not names or not self.peers.go_together(role):

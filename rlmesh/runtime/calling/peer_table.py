@@ -84,22 +84,6 @@ class PeerTable:
 
     # Addresses.
 
-    def needs_route(self, call: PendingCall) -> bool:
-        """Set the endpoint of a call from the address book; True if the call has to take the way over the loop
-        (`endpoint_of`)."""
-        if call.pinned:
-            return call.endpoint in self.lost
-        book = self.book
-        member = book.find_name(call.name) if book is not None else None
-        if member is None or member.endpoint is None or (call.name, member.incarnation) in self.dead:
-            return True
-        if member.endpoint in self.lost or (call.wanted != ANY_INCARNATION and call.wanted != member.incarnation):
-            return True
-        if call.rank_loop is not None and self.left_behind(call, member.incarnation) is not None:
-            return True
-        call.endpoint, call.incarnation = member.endpoint, member.incarnation
-        return False
-
     def endpoint_of(self, call: PendingCall) -> str | None:
         """The address that a call goes to; None as long as it is not known.
 
@@ -132,7 +116,7 @@ class PeerTable:
         return member.endpoint
 
     def _find(self, name: str) -> MemberAddress | None:
-        return self.book.find_name(name) if self.book is not None else None
+        return self.book.by_name.get(name) if self.book is not None else None
 
     # Groups that restart together.
 

@@ -67,6 +67,7 @@ class AddressBook:
 
     ``meshes`` are the axes of roles that declared axes. ``groups`` are the ranks of nodes that are one machine.
     ``elastic`` are the roles whose members restart together: their incarnation is the generation of the group.
+    ``by_role`` has the members of each role by rank, ``by_name`` each member by its name, such as ``ACTOR:1``.
     """
 
     version: int
@@ -74,16 +75,16 @@ class AddressBook:
     meshes: tuple[tuple[str, Axes], ...] = ()
     groups: tuple[tuple[int, ...], ...] = ()
     elastic: tuple[str, ...] = ()
-    _by_role: dict[str, tuple[MemberAddress, ...]] = field(init=False, repr=False, compare=False, hash=False)
-    _by_name: dict[str, MemberAddress] = field(init=False, repr=False, compare=False, hash=False)
+    by_role: dict[str, tuple[MemberAddress, ...]] = field(init=False, repr=False, compare=False, hash=False)
+    by_name: dict[str, MemberAddress] = field(init=False, repr=False, compare=False, hash=False)
 
     def __post_init__(self) -> None:
         by_role: dict[str, list[MemberAddress]] = {}
         for member in self.members:
             by_role.setdefault(member.role, []).append(member)
         ordered = {role: tuple(sorted(group, key=lambda m: m.rank)) for role, group in by_role.items()}
-        object.__setattr__(self, "_by_role", ordered)
-        object.__setattr__(self, "_by_name", {member.name: member for member in self.members})
+        object.__setattr__(self, "by_role", ordered)
+        object.__setattr__(self, "by_name", {member.name: member for member in self.members})
 
     def seen_from(self, node_rank: int) -> AddressBook:
         """The book with the addresses that a process of a node uses; -1 for a process outside the job's nodes."""
@@ -99,7 +100,7 @@ class AddressBook:
         return AddressBook(self.version, members, self.meshes, self.groups, self.elastic)
 
     def roles(self) -> tuple[str, ...]:
-        return tuple(self._by_role)
+        return tuple(self.by_role)
 
     def is_elastic(self, role: str) -> bool:
         """True if the members of a role are one group, which restarts as a whole."""
@@ -111,13 +112,13 @@ class AddressBook:
         Raises:
             RoleNotFound: there is no such role; the text names the job's roles.
         """
-        found = self._by_role.get(name)
+        found = self.by_role.get(name)
         if found is None:
             import difflib
 
-            near = difflib.get_close_matches(name.upper(), [r.upper() for r in self._by_role], n=1)
+            near = difflib.get_close_matches(name.upper(), [r.upper() for r in self.by_role], n=1)
             hint = f"; did you mean {near[0]}?" if near else ""
-            known = ", ".join(sorted(self._by_role)) or "none"
+            known = ", ".join(sorted(self.by_role)) or "none"
             raise RoleNotFound(f"this job has no role {name!r} (its roles: {known}){hint}")
         return found
 
@@ -153,12 +154,8 @@ class AddressBook:
                 return axes
         raise UsageError(f"{role} has no axes: declare them on the role, for example .mesh(dp=2, tp=4)")
 
-    def find_name(self, name: str) -> MemberAddress | None:
-        """A member by its name, such as ``ACTOR:1``."""
-        return self._by_name.get(name)
-
     def find(self, role: str, rank: int) -> MemberAddress | None:
-        return self._by_name.get(member_name(role, rank))
+        return self.by_name.get(member_name(role, rank))
 
 
 def role_name(role: object) -> str:

@@ -12,10 +12,10 @@ import asyncio
 import itertools
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from rlmesh.errors import MalformedFrame, PayloadTooLarge
-from rlmesh.runtime.connections.channel import Channel
+from rlmesh.runtime.connections.channel import BulkHost, Channel
 from rlmesh.runtime.process import clock
 from rlmesh.runtime.transport.base import PACKET_LIMIT_BYTES
 from rlmesh.runtime.transport.receive_buffers import allocate
@@ -36,9 +36,6 @@ from rlmesh.wire.envelope import (
     pack,
     reattach,
 )
-
-if TYPE_CHECKING:
-    from rlmesh.runtime.connections.bulk_channels import BulkHost
 
 _TURN_BYTES = 4 << 20
 

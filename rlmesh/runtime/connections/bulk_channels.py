@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol
 
 from rlmesh.errors import MalformedFrame
-from rlmesh.runtime.connections.channel import Channel
+from rlmesh.runtime.connections.channel import BulkHost, Channel
 from rlmesh.runtime.connections.network import NetworkOptions
 from rlmesh.runtime.transport.base import Link
-from rlmesh.wire.envelope import Bulk, BulkOffer, BulkPart, Call, Detached, Frames, Header, OpenBulk
+from rlmesh.wire.envelope import Bulk, BulkOffer, BulkPart, Detached, Frames, Header, OpenBulk
 from rlmesh.wire.key_proof import Seal, Side
 
 if TYPE_CHECKING:
@@ -27,18 +27,6 @@ _NAME = "~lane:"
 SEALED_BYTES = 1 << 20
 """Size of the parts of payloads on an unencrypted connection: a part is hashed in one go, and the loop does other work
 between parts."""
-
-
-class BulkHost(Protocol):
-    """The runtime's methods that a bulk channel calls, on the loop."""
-
-    def deliver(self, channel: Channel, header: Header, payload: Frames) -> None:
-        """Handle a message that is complete now."""
-        ...
-
-    def order_of(self, call: Call) -> Hashable | None:
-        """The key that calls share if they must start in the order they were made; None for a call without order."""
-        ...
 
 
 class BulkChannelsHost(BulkHost, Protocol):

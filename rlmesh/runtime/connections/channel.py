@@ -6,14 +6,14 @@ import asyncio
 import threading
 from _thread import allocate_lock
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Protocol
 
 from rlmesh.memory.device import contents
 from rlmesh.runtime.process import forked
 from rlmesh.runtime.serving.reply_backlog import Backlog
 from rlmesh.runtime.transport.base import Link
-from rlmesh.wire.envelope import Frames, Header, MakeRef, Message, pack
+from rlmesh.wire.envelope import Call, Frames, Header, MakeRef, Message, pack
 from rlmesh.wire.handshake import CallerHandshake, ListenerHandshake
 
 _PACKET_MESSAGES = 1024
@@ -132,3 +132,15 @@ class Channel:
     def _flush_turn(self, thread: int) -> None:
         self._scheduled.discard(thread)
         self.flush()
+
+
+class BulkHost(Protocol):
+    """The runtime's methods that a bulk channel calls, on the loop."""
+
+    def deliver(self, channel: Channel, header: Header, payload: Frames) -> None:
+        """Handle a message that is complete now."""
+        ...
+
+    def order_of(self, call: Call) -> Hashable | None:
+        """The key that calls share if they must start in the order they were made; None for a call without order."""
+        ...

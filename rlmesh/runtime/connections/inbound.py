@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any
 
 from rlmesh.errors import AuthenticationFailed, MalformedFrame, WireError
+from rlmesh.runtime.calling.call_stats import own_run_queue_since_last_ns
 from rlmesh.runtime.calling.calls import Calls
 from rlmesh.runtime.calling.peer_connections import CONNECT_TIMEOUT_S
 from rlmesh.runtime.connections.bulk_channels import BulkChannels
@@ -18,9 +19,8 @@ from rlmesh.runtime.connections.network import NetworkOptions
 from rlmesh.runtime.connections.shm_transfer import ShmTransfer
 from rlmesh.runtime.connections.transports import Transports
 from rlmesh.runtime.process import clock
-from rlmesh.runtime.process.scheduling_delay import own_run_queue_since_last_ns
 from rlmesh.runtime.serving.dispatch import Dispatcher
-from rlmesh.runtime.serving.reply_backlog import CHECK_S, is_large
+from rlmesh.runtime.serving.reply_backlog import CHECK_S, LARGE_BYTES
 from rlmesh.runtime.transport.base import Link, Rejection
 from rlmesh.runtime.transport.stream import StreamLink
 from rlmesh.wire.envelope import (
@@ -92,8 +92,10 @@ class Inbound:
                 for header, payload in unpack(channel.unseal(frames)):
                     self.bulk.on_carried(channel, header, payload)
                 return
-            self._dispatcher.defer_starts()
-            for header, payload in unpack(frames, partial(self._shm.open_refs, channel=channel)):
+            messages = unpack(frames, partial(self._shm.open_refs, channel=channel))
+            if len(messages) > 1:
+                self._dispatcher.defer_starts()
+            for header, payload in messages:
                 if channel.bulk_receiver is not None and channel.bulk_receiver.holds(header, payload):
                     continue
                 self._on_message(channel, link, header, payload, run_queue_ns)
@@ -107,13 +109,14 @@ class Inbound:
                 link.close()
                 self.on_lost(link, f"{type(error).__name__} on a packet of this connection")
         finally:
-            self._dispatcher.start_deferred()
+            if self._dispatcher.starting is not None:
+                self._dispatcher.start_deferred()
 
     def _on_message(self, channel: Channel, link: Link, header: Any, payload: Frames, run_queue_ns: int) -> None:
         kind = type(header)
         if kind is Reply:
             self._calls.on_reply(link, header, payload)
-            if is_large(payload):
+            if len(payload) != 1 or len(payload[0]) >= LARGE_BYTES:  # Others are not counted.
                 self._report_taken(channel, payload)
         elif kind is Call:
             self._dispatcher.on_call(channel, header, payload, run_queue_ns)
@@ -126,7 +129,7 @@ class Inbound:
             self._shm.on_releases(channel, header)
         elif kind is Item:
             self._calls.on_item(link, header, payload)
-            if is_large(payload):
+            if len(payload) != 1 or len(payload[0]) >= LARGE_BYTES:
                 self._report_taken(channel, payload)
         elif kind is TakenReplies:
             for incoming in channel.backlog.on_taken(header.total):

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
+from rlmesh.runtime.calling.call_stats import RunQueueMeter, thread_ids_named
 from rlmesh.runtime.connections.network import NetworkOptions, plain
-from rlmesh.runtime.process.scheduling_delay import RunQueueMeter, thread_ids_named
 from rlmesh.runtime.transport.base import Link, PacketReceiver, Transport, TransportFactory
 
 

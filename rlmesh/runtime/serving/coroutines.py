@@ -1,24 +1,61 @@
-"""Coroutines of served methods: waiting for one on a member's thread, and cancelling one from the runtime's loop."""
+"""Coroutines of served methods: their context, waiting for one on a member's thread, and cancelling one."""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine, Generator
 from concurrent.futures import Future
-from contextvars import copy_context
+from contextvars import Context, copy_context
 from functools import partial
-from typing import TYPE_CHECKING, Any
-
-from rlmesh.runtime.serving.call_context import InContext
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 if TYPE_CHECKING:
     from rlmesh.runtime.serving.activity_board import Board
     from rlmesh.runtime.serving.incoming import IncomingCall
     from rlmesh.runtime.serving.served_objects import Method
 
+T = TypeVar("T")
+
 _CHECK_S = 1.0
 """Interval at which a thread that waits for a coroutine checks whether the process is ending."""
+
+
+class InContext(Generic[T]):
+    """Awaits a method's coroutine, which runs in a context other than its task's.
+
+    It erases the method from the activity board, if there is one, while the coroutine waits, and records it again when
+    the coroutine resumes. The coroutine itself records its begin and its end.
+    """
+
+    __slots__ = ("_board", "_context", "_coroutine", "_method")
+
+    def __init__(
+        self, coroutine: Coroutine[Any, Any, T], context: Context, board: Board | None, method: Method
+    ) -> None:
+        self._coroutine, self._context, self._board, self._method = coroutine, context, board, method
+
+    def __await__(self) -> Generator[Any, Any, T]:
+        run, coroutine = self._context.run, self._coroutine
+        resume: Callable[[Any], Any] = coroutine.send
+        value: Any = None
+        while True:
+            try:
+                waited = run(resume, value)
+            except StopIteration as end:
+                result: T = end.value
+                return result
+            if (board := self._board) is not None:
+                board.words[self._method.loop_word + 1] = 0
+            try:
+                value = yield waited
+                resume = coroutine.send
+            except BaseException as error:  # The task was cancelled or closed.
+                resume, value = coroutine.throw, error
+            if board is not None:
+                words, method = board.words, self._method
+                at = method.loop_word
+                words[at], words[at + 1] = time.perf_counter_ns(), method.number
 
 
 def await_elsewhere(

@@ -22,18 +22,17 @@ from rlmesh.errors import (
     StaleIncarnation,
     WouldDeadlock,
 )
+from rlmesh.runtime.calling.call_stats import own_run_queue_since_last_ns
 from rlmesh.runtime.connections.address_book import split_name
 from rlmesh.runtime.connections.channel import Channel
 from rlmesh.runtime.future import Future
 from rlmesh.runtime.process import clock
 from rlmesh.runtime.process.forked import end_child
-from rlmesh.runtime.process.scheduling_delay import own_run_queue_since_last_ns
 from rlmesh.runtime.sequence import FutureSequence
 from rlmesh.runtime.serving.activity_board import DEF, Board
-from rlmesh.runtime.serving.call_context import InContext, current_call
-from rlmesh.runtime.serving.coroutines import await_elsewhere, cancel_task
-from rlmesh.runtime.serving.incoming import IncomingCall
-from rlmesh.runtime.serving.reply_backlog import LIMIT_BYTES, is_large
+from rlmesh.runtime.serving.coroutines import InContext, await_elsewhere, cancel_task
+from rlmesh.runtime.serving.incoming import IncomingCall, current_call
+from rlmesh.runtime.serving.reply_backlog import LARGE_BYTES, LIMIT_BYTES
 from rlmesh.runtime.serving.result_store import FETCH, KEEP_BYTES, ResultStore
 from rlmesh.runtime.serving.served_objects import Method, Served
 from rlmesh.runtime.serving.serving_host import ServingHost
@@ -70,7 +69,8 @@ class Dispatcher:
         self._unawaited: dict[tuple[Any, int], IncomingCall] = {}
         """Notifications, and calls that still run although they were cancelled."""
         self._early: dict[str, list[tuple[Channel, Call, Frames, int]]] = {}
-        self._starting: list[IncomingCall] | None = None
+        self.starting: list[IncomingCall] | None = None
+        """The calls that `start_deferred` starts; None while calls start at once."""
         self.results = ResultStore(loop)
         self.board: Board | None = None
         """Records which methods begin, for processes that inspect this one from outside."""
@@ -128,21 +128,21 @@ class Dispatcher:
             self._incoming[incoming.key] = incoming
         elif not self._prepare(incoming):
             return
-        if self._starting is None:
+        if self.starting is None:
             self.start(incoming)
         else:
-            self._starting.append(incoming)
+            self.starting.append(incoming)
 
     def defer_starts(self) -> None:
         """Start calls that arrive from now on at `start_deferred`.
 
         A thread that is woken while this thread holds the interpreter's lock would only go to sleep again.
         """
-        if self._starting is None:
-            self._starting = []
+        if self.starting is None:
+            self.starting = []
 
     def start_deferred(self) -> None:
-        starting, self._starting = self._starting, None
+        starting, self.starting = self.starting, None
         for incoming in starting or ():
             self.start(incoming)
 
@@ -267,10 +267,10 @@ class Dispatcher:
         method = incoming.method
         if not method.is_async:
             run = partial(self._execute, incoming) if incoming.stream is None else incoming.stream.run
-            if method.serial:
-                method.owner.executor.submit(run, main=method.main_thread)
+            if method.pool is not None:
+                method.pool.submit(run)
             else:
-                method.pool().submit(run)
+                method.owner.executor.submit(run, main=method.main_thread)
         elif method.owner.inline:
             incoming.task = self._loop.create_task(self._coroutine(incoming))
         else:
@@ -303,7 +303,7 @@ class Dispatcher:
         if incoming.keep and ok and (nbytes := codec.size_bytes(frames)) >= KEEP_BYTES:
             self._store(incoming, frames, nbytes, ended_ns - incoming.started_ns, queued)
             return
-        if is_large(frames):
+        if len(frames) != 1 or len(frames[0]) >= LARGE_BYTES:  # Others are not counted.
             incoming.channel.backlog.sent(frames)
         fields = (call.call_id, ok, ended_ns - incoming.started_ns, queued, incoming.run_queue_ns)
         incoming.channel.put(tuple.__new__(Reply, fields), frames)  # takes half the time of Reply(…)

@@ -1,14 +1,19 @@
-"""Runs ``def`` methods one after the other on one thread, which may be the process's main thread."""
+"""Threads for ``def`` methods: `SerialExecutor` runs them one after the other, `ThreadPool` several at once."""
 
 from __future__ import annotations
 
+import atexit
 import logging
 import queue
 import threading
+from _thread import allocate_lock
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
+from weakref import WeakSet
+
+from rlmesh.runtime.process import forked
 
 logger = logging.getLogger(__name__)
 
@@ -155,3 +160,68 @@ class SerialExecutor:
             helper.join(timeout_s)
             if helper.is_alive():
                 logger.warning("a method of %s still runs after %s s; it is abandoned", self._name, timeout_s)
+
+
+_pools: WeakSet[ThreadPool] = WeakSet()
+forked.reset_in_children(_pools.clear)
+
+
+@atexit.register
+def _join_pools() -> None:
+    """Let the interpreter end only after the methods that run."""
+    for pool in list(_pools):
+        pool.close()
+        pool.join()
+
+
+class ThreadPool:
+    """Runs jobs on up to ``size`` threads, which start when they are needed and stay until `close`.
+
+    A job costs two steps of a queue; with a future, as in `concurrent.futures.ThreadPoolExecutor`, it would cost as
+    much as the rest of a call.
+    """
+
+    def __init__(self, size: int, name: str) -> None:
+        self._size, self._name = size, name
+        self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
+        self._lock = allocate_lock()
+        self._threads: list[threading.Thread] = []
+        self._idle = 0
+        """The number of threads that have no job and for which none is queued."""
+        self._closed = False
+        _pools.add(self)
+
+    def submit(self, job: Job) -> None:
+        with self._lock:
+            if self._closed:
+                return
+            self._jobs.put(job)
+            if self._idle:
+                self._idle -= 1
+            elif len(self._threads) < self._size:
+                name = f"{self._name}_{len(self._threads)}"
+                self._threads.append(threading.Thread(target=self._run, name=name, daemon=True))
+                self._threads[-1].start()
+
+    def close(self) -> None:
+        """Drop the jobs that have not begun; threads end after the job that they run."""
+        with self._lock:
+            self._closed = True
+            while not self._jobs.empty():
+                self._jobs.get_nowait()
+            for _ in self._threads:
+                self._jobs.put(None)
+
+    def join(self) -> None:
+        for thread in self._threads:
+            thread.join()
+
+    def _run(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            try:
+                job()
+            except Exception:
+                logger.exception("%s failed", self._name)
+            del job  # Else an idle thread keeps the last call's arguments.
+            with self._lock:
+                self._idle += 1

@@ -1,25 +1,73 @@
-"""`IncomingCall`: a call in the process that serves it."""
+"""`IncomingCall`: a call in the process that serves it, with the `CallContext` of its method."""
 
 from __future__ import annotations
 
 import asyncio
 import time
+from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, Protocol
+from weakref import WeakSet
 
 from rlmesh.errors import CallError, PeerLost, SlotGone
 from rlmesh.runtime.calling.peer_status import Serving
 from rlmesh.runtime.connections.address_book import split_name
 from rlmesh.runtime.connections.channel import Channel
 from rlmesh.runtime.process import clock
-from rlmesh.runtime.serving.call_context import CallContext
 from rlmesh.runtime.serving.served_objects import Method
 from rlmesh.wire import codec
 from rlmesh.wire.envelope import Call, Flag, Frames
 
 if TYPE_CHECKING:
     from rlmesh.runtime.calling.future_arguments import ArgumentResolver
+    from rlmesh.runtime.future import Future
 
 _NO_REPLY = int(Flag.NO_REPLY)
+
+
+class CallContext:
+    """The call that the current thread or task is serving.
+
+    Attributes:
+        chain: serial slots held by this call and by the calls that led to it.
+        deadline: the time, by `rlmesh.runtime.process.clock`, at which the caller gives up.
+        over: the method has returned. Tasks and callbacks that it started still have this context, but no longer act on
+            behalf of the call.
+    """
+
+    __slots__ = ("_children", "cancelled", "chain", "deadline", "over")
+
+    def __init__(self, chain: tuple[str, ...], deadline: float) -> None:
+        self.chain = chain
+        self.deadline = deadline
+        self._children: WeakSet[Future[Any]] | None = None
+        self.cancelled = False
+        self.over = False
+
+    def add_child(self, future: Future[Any]) -> None:
+        """Register a call that was made while serving this call."""
+        if self._children is None:
+            self._children = WeakSet()
+        self._children.add(future)
+        if self.cancelled:
+            future.cancel()
+
+    def remaining_s(self) -> float:
+        return self.deadline - clock.now()
+
+    def cancel(self) -> None:
+        """Cancel all calls that were made on behalf of this call."""
+        self.cancelled = True
+        for child in list(self._children or ()):
+            child.cancel()
+
+
+current_call: ContextVar[CallContext | None] = ContextVar("rlmesh_current_call", default=None)
+
+
+def served_call() -> CallContext | None:
+    """The unanswered call on whose behalf the current thread or task acts; None if there is none."""
+    context = current_call.get()
+    return None if context is None or context.over else context
 
 
 class ServedStream(Protocol):

@@ -6,13 +6,12 @@ import inspect
 from _thread import allocate_lock
 from collections import deque
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from rlmesh.errors import MethodNotFound, UsageError
 from rlmesh.runtime.rpc import exported_functions, mark_of
 from rlmesh.runtime.serving.activity_board import ASYNC, INLINE, Board
-from rlmesh.runtime.serving.executors import SerialExecutor
+from rlmesh.runtime.serving.executors import SerialExecutor, ThreadPool
 from rlmesh.runtime.serving.method_kinds import is_on_loop
 
 
@@ -39,7 +38,10 @@ class Method:
         """The method's number on the process's activity board; 0 if it has not run."""
         self.loop_word = INLINE if owner.inline else ASYNC
         """Index of the board's words that record the method while it runs on a loop."""
-        self._pool: ThreadPoolExecutor | None = None
+        self.pool: ThreadPool | None = None
+        """The threads of a ``def`` method that runs several calls at once."""
+        if not self.serial and not self.is_async:
+            self.pool = ThreadPool(self.concurrent, f"rlmesh-{owner.name}-{name}")
 
     def put_on(self, board: Board) -> int:
         """Give the method its number on the activity board, when it runs for the first time."""
@@ -66,14 +68,9 @@ class Method:
         """True if only the main thread may run the method, and other work occupies that thread."""
         return self.main_thread and self.shares_thread and not self.owner.executor.owned
 
-    def pool(self) -> ThreadPoolExecutor:
-        if self._pool is None:
-            self._pool = ThreadPoolExecutor(self.concurrent, f"rlmesh-{self.owner.name}-{self.name}")
-        return self._pool
-
     def close(self) -> None:
-        if self._pool is not None:
-            self._pool.shutdown(wait=False, cancel_futures=True)
+        if self.pool is not None:
+            self.pool.close()
 
 
 class Served:

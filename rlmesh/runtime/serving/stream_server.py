@@ -17,8 +17,7 @@ from rlmesh.errors import UsageError
 from rlmesh.runtime.future import set_done
 from rlmesh.runtime.process import clock
 from rlmesh.runtime.serving.activity_board import DEF, Board
-from rlmesh.runtime.serving.call_context import current_call
-from rlmesh.runtime.serving.incoming import IncomingCall
+from rlmesh.runtime.serving.incoming import IncomingCall, current_call
 from rlmesh.wire import codec
 from rlmesh.wire.envelope import Frames, Item
 

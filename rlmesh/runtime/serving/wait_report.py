@@ -24,7 +24,7 @@ from rlmesh.runtime.calling.gathering import GatheredCalls
 from rlmesh.runtime.calling.pending import PendingCall
 from rlmesh.runtime.calling.retry import RetriedPart, Retries
 from rlmesh.runtime.future import Future
-from rlmesh.runtime.serving.call_context import InContext
+from rlmesh.runtime.serving.coroutines import InContext
 from rlmesh.runtime.serving.dispatch import Dispatcher
 from rlmesh.runtime.serving.incoming import IncomingCall
 from rlmesh.runtime.serving.stream_server import StreamServer

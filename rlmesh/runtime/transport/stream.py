@@ -27,6 +27,7 @@ T = TypeVar("T")
 
 _MAGIC = b"RLM1"
 _HEAD = struct.Struct("<4sI")
+_ONLY_BYTES = frozenset({bytes})
 _BUFFER_BYTES = 1 << 18
 _STRANGERS_BUFFER_BYTES = 1 << 12
 _JOIN_BYTES = 1 << 16
@@ -45,7 +46,7 @@ class PacketReader:
         # The buffer is small, so that a stranger that only connects costs little, until `widen` is called.
         self._buffer = bytearray(_STRANGERS_BUFFER_BYTES)
         self._view = memoryview(self._buffer)
-        self._start = self._end = 0
+        self.start = self.end = 0
         self._frames: Frames = []
         self._sizes: list[int] = []
         self._filled = 0
@@ -54,34 +55,34 @@ class PacketReader:
         """Make the buffer larger, for large packets and for many small ones at once."""
         if len(self._buffer) < _BUFFER_BYTES:
             wide = bytearray(_BUFFER_BYTES)
-            left = self._end - self._start
-            wide[:left] = self._view[self._start : self._end]
+            left = self.end - self.start
+            wide[:left] = self._view[self.start : self.end]
             self._buffer, self._view = wide, memoryview(wide)
-            self._start, self._end = 0, left
+            self.start, self.end = 0, left
 
     def space(self) -> memoryview:
         """The memory to read the next bytes into."""
         if self._sizes:
             return memoryview(self._frames[len(self._frames) - 1])[self._filled :]
-        if self._start == self._end:
-            self._start = self._end = 0
-        elif self._end == len(self._buffer):
-            left = self._end - self._start
-            self._buffer[:left] = self._buffer[self._start : self._end]
-            self._start, self._end = 0, left
-        return self._view[self._end :]
+        if self.start == self.end:
+            self.start = self.end = 0
+        elif self.end == len(self._buffer):
+            left = self.end - self.start
+            self._buffer[:left] = self._buffer[self.start : self.end]
+            self.start, self.end = 0, left
+        return self._view[self.end :]
 
     @property
     def has_rest(self) -> bool:
-        """True if bytes were read that `next_packet` has not used."""
-        return self._start < self._end
+        """True if bytes were read that `next_packet` has not used: those from ``start`` to ``end`` of the buffer."""
+        return self.start < self.end
 
     def on_read(self, count: int) -> None:
         """Account for ``count`` bytes that were read into `space`."""
         if self._sizes:
             self._filled += count
         else:
-            self._end += count
+            self.end += count
 
     def next_packet(self, limit_bytes: int) -> Frames | None:
         """The next packet if it is complete; one at a time, since handling a packet may raise the limit for the next.
@@ -91,40 +92,40 @@ class PacketReader:
         """
         if self._sizes:
             return self._fill()
-        if self._end - self._start < _HEAD.size:
+        if self.end - self.start < _HEAD.size:
             return None
-        magic, count = _HEAD.unpack_from(self._buffer, self._start)
+        magic, count = _HEAD.unpack_from(self._buffer, self.start)
         if magic != _MAGIC:
             raise ValueError(f"the stream holds {magic!r} where a packet should begin")
         if count > _MAX_FRAMES or count * 8 + _HEAD.size > min(limit_bytes, len(self._buffer)):
             raise ValueError(f"a packet of {count} frames is above this side's limit")
-        body = self._start + _HEAD.size + 8 * count
-        if self._end < body:
+        body = self.start + _HEAD.size + 8 * count
+        if self.end < body:
             return None
-        sizes = struct.unpack_from(f"<{count}Q", self._buffer, self._start + _HEAD.size)
+        sizes = struct.unpack_from(f"<{count}Q", self._buffer, self.start + _HEAD.size)
         total = sum(sizes)
         if total > limit_bytes:
             raise ValueError(f"a packet of {total} bytes is above the limit of {limit_bytes}")
-        if body - self._start + total <= len(self._buffer):
-            if self._end - body < total:
+        if body - self.start + total <= len(self._buffer):
+            if self.end - body < total:
                 return None
             frames: Frames = []
             for size in sizes:
                 frames.append(bytes(self._view[body : body + size]))
                 body += size
-            self._start = body
+            self.start = body
             return frames
         return self._begin_large(body, sizes)
 
     def _begin_large(self, body: int, sizes: tuple[int, ...]) -> Frames | None:
         self._frames, self._sizes, self._filled = [], list(sizes), 0
-        self._start = body
+        self.start = body
         while self._sizes:
             size = self._sizes[0]
             frame = memoryview(_allocate(size))
-            have = min(size, self._end - self._start)
-            frame[:have] = self._view[self._start : self._start + have]
-            self._start += have
+            have = min(size, self.end - self.start)
+            frame[:have] = self._view[self.start : self.start + have]
+            self.start += have
             self._frames.append(frame)
             if have < size:
                 self._filled = have
@@ -184,6 +185,8 @@ class StreamLink:
         """Held while reading and while closing, so that a reader's descriptor is not reused for another file."""
         self._unhandled: Frames | None = None
         """A packet that a waiting thread read and that the loop must handle before it reads on."""
+        self._left_bytes = False
+        """A waiting thread read bytes that it did not use."""
 
     def attach(self, sock: socket.socket) -> None:
         sock.setblocking(False)
@@ -295,6 +298,7 @@ class StreamLink:
             if picked is None:
                 self._unhandled = packet
             if picked is None or reader.has_rest:
+                self._left_bytes = True
                 self._owner.post(self._on_readable)
             return picked
         finally:
@@ -305,7 +309,7 @@ class StreamLink:
             if self._closed:
                 return
             try:
-                if self._handle_read():
+                if not self._left_bytes or self._handle_read():
                     self._read()
             except ValueError as error:
                 self.close()
@@ -318,12 +322,13 @@ class StreamLink:
             ValueError: the bytes are no packet.
         """
         receiver, reader = self._owner.receiver, self._reader
+        self._left_bytes = False
         packet, self._unhandled = self._unhandled or reader.next_packet(self._limit_bytes), None
         while packet is not None:
             receiver.on_packet(self, packet)
             if self._closed:
                 return False
-            packet = reader.next_packet(self._limit_bytes)
+            packet = reader.next_packet(self._limit_bytes) if reader.start < reader.end else None
         return True
 
     def _read(self) -> None:
@@ -353,7 +358,10 @@ class StreamLink:
 
 def _parts(frames: Frames) -> list[memoryview]:
     """The packet's bytes, with small frames joined and large frames unchanged."""
-    sizes = [len(frame) if type(frame) is bytes else memoryview(frame).nbytes for frame in frames]
+    if _ONLY_BYTES.issuperset(map(type, frames)):
+        sizes = list(map(len, frames))
+    else:
+        sizes = [memoryview(frame).nbytes for frame in frames]
     head = _HEAD.pack(_MAGIC, len(frames)) + struct.pack(f"<{len(frames)}Q", *sizes)
     if sum(sizes) <= _JOIN_BYTES:
         return [memoryview(b"".join((head, *frames)))]

@@ -7,7 +7,7 @@ sender     ``put``: take the tensors' bytes, or note where they are; make checks
 sender     ``payload``: a small value per sink, which travels in the command that announces the bucket
 sender     ``transmit``: move the bytes, if the channel moves any; the commands are on their way already
 receiver   ``take``: the bucket's pieces; waits for bytes that are still coming, at most ``timeout_s``
-receiver   ``ready``: wait until pieces may be read; ``checksums``: the source's checksums, known from then on
+receiver   if it is ``late``, ``ready``: wait until pieces may be read; ``checksums``: known from then on
 receiver   ``done``: the sink has copied what it needs
 sender     ``taken``: all sinks have answered, well or badly: the bucket's memory may be reused
 sender     ``captured``: after the last ``put`` with ``keep``: wait until the tensors may change
@@ -153,9 +153,12 @@ class ChannelReceiver(Protocol):
 
     Attributes:
         keeps: pieces stay valid for as long as they are referred to; otherwise until ``done``.
+        late: the pieces may be read once ``ready`` has returned, and ``checksums`` gives the source's checksums then;
+            otherwise both are there when ``take`` returns.
     """
 
     keeps: bool
+    late: bool = False
 
     def take(self, bucket: Bucket, payload: Any, timeout_s: float) -> Sequence[Any]:
         """The pieces of the entries, in their order: ``[n]`` of uint8 each.

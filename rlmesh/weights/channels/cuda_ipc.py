@@ -268,6 +268,7 @@ class CudaIpcReceiver(ChannelReceiver):
     """See `channels.base.ChannelReceiver`."""
 
     keeps = False
+    late = True
 
     def __init__(
         self, sink: str, *, clock: Callable[[], float] = time.monotonic, wait: Callable[[float], object] = time.sleep

@@ -1,7 +1,7 @@
 """Shared memory: a bucket is written once for all sinks of a node, and read in place.
 
-Sinks of one route verify together (`rlmesh.weights.transfer.staging.BucketCheck`): sinks that use the memory directly
-read the same pages, so each sums its own share of them. A sink that copies sums all that it copied.
+Sinks of one route verify together (`rlmesh.weights.transfer.tensor_bytes.BucketCheck`): sinks that use the memory
+directly read the same pages, so each sums its own share of them. A sink that copies sums all that it copied.
 
 The sender puts each bucket into a slot of a pool of reused segments (`rlmesh.memory`). The sinks map the slot and hold
 its lock; a `double_buffer` sink on a CPU may use that memory as its weights until the next flip, so that nothing is
@@ -15,17 +15,88 @@ import os
 import re
 import secrets
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from concurrent.futures import ThreadPoolExecutor, wait
+from typing import TYPE_CHECKING, Any
 
 from rlmesh.memory.attach import Attachments, writable
 from rlmesh.memory.layout import DIRECTORY, Descriptor, SlotRelease
 from rlmesh.memory.pool import PoolExhausted, SegmentPool
 from rlmesh.weights.channels.base import BucketTransfer, ChannelBroken, ChannelReceiver, ChannelSender, RouteSettings
 from rlmesh.weights.planning.buckets import Bucket
-from rlmesh.weights.transfer.tensor_bytes import ParallelCopy, host_bytes
+from rlmesh.weights.transfer.tensor_bytes import UNIT_BYTES, copy_with_checksums, host_bytes
+
+if TYPE_CHECKING:
+    from rlmesh.weights.transfer.tensor_bytes import Bytes
 
 _POLL_S = 0.002
+CHUNK_BYTES = 16 * UNIT_BYTES
+"""A thread of `ParallelCopy` takes this much work at a time."""
+MAX_THREADS = 4
+"""More threads do not use more memory bandwidth, and other processes of the machine need cores."""
+
+
+class ParallelCopy:
+    """Copies and sums with several threads: the calling thread and a pool, whose threads start when first needed.
+
+    One core does not use a machine's memory bandwidth (5 to 7 of 12 GB/s on two cores); NumPy and xxhash release the
+    interpreter's lock. Work is cut into chunks, which idle threads take one after the other.
+
+    Args:
+        threads: 0: one per core, at most `MAX_THREADS`.
+    """
+
+    def __init__(self, threads: int = 0) -> None:
+        self._others = (threads or min(MAX_THREADS, len(os.sched_getaffinity(0)))) - 1
+        self._pool = ThreadPoolExecutor(self._others, "rlmesh-weights-copy") if self._others else None
+
+    def copy(self, work: Sequence[tuple[Bytes, Bytes]], *, summed: bool) -> list[list[int]]:
+        """Copy (from, to) pairs of ``[n]`` bytes; returns the checksums of each pair's copy, if ``summed``."""
+        chunks: list[tuple[int, Bytes, Bytes]] = []
+        for pair, (source, target) in enumerate(work):
+            starts = range(0, max(1, source.nbytes), CHUNK_BYTES)
+            chunks += [(pair, source[at : at + CHUNK_BYTES], target[at : at + CHUNK_BYTES]) for at in starts]
+        if len(chunks) == len(work):
+            return self._copy_chunks(chunks, summed)
+        sums: list[list[int]] = [[] for _ in work]
+        for (pair, _, _), found in zip(chunks, self._copy_chunks(chunks, summed), strict=True):
+            sums[pair] += found
+        return sums
+
+    def _copy_chunks(self, chunks: Sequence[tuple[int, Bytes, Bytes]], summed: bool) -> list[list[int]]:
+        import numpy as np
+
+        found: list[list[int]] = [[]] * len(chunks)
+        waiting = deque(range(len(chunks)))
+
+        def take_chunks() -> None:
+            while waiting:
+                try:
+                    chunk = waiting.popleft()
+                except IndexError:
+                    return  # another thread took the last chunk
+                _, source, target = chunks[chunk]
+                if summed:
+                    found[chunk] = copy_with_checksums(source, target)
+                else:
+                    np.copyto(target, source)
+
+        count = min(self._others, len(chunks) - 1)
+        others = [self._pool.submit(take_chunks) for _ in range(count)] if self._pool is not None else []
+        try:
+            take_chunks()
+        finally:
+            waiting.clear()  # if a copy failed, the other threads stop too
+            if others:
+                wait(others)
+        for other in others:
+            other.result()
+        return found
+
+    def close(self) -> None:
+        if self._pool is not None:
+            self._pool.shutdown(wait=True)
 
 
 class _BucketFiller:

@@ -64,18 +64,14 @@ class Bucket:
         object.__setattr__(self, "sizes", tuple(entry.nbytes for entry in self.entries))
         object.__setattr__(self, "starts", starts if any(starts) else None)
 
-    def to_wire(self) -> list[Any]:
-        rows = [[e.name, list(e.shape), e.dtype, e.offset, e.nbytes, list(e.tied), e.start] for e in self.entries]
-        return [self.index, self.nbytes, rows]
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Rows of plain values are pickled in a fraction of the time that thousands of entries take.
+        rows = [(e.name, e.shape, e.dtype, e.offset, e.nbytes, e.tied, e.start) for e in self.entries]
+        return _bucket_of, (self.index, rows, self.nbytes, self.count)
 
-    @classmethod
-    def from_wire(cls, fields: Sequence[Any]) -> Bucket:
-        index, nbytes, rows = fields
-        entries = tuple(
-            BucketEntry(n, tuple(shape), dtype, at, size, tuple(tied), start)
-            for n, shape, dtype, at, size, tied, start in rows
-        )
-        return cls(index, entries, nbytes)
+
+def _bucket_of(index: int, rows: Sequence[Any], nbytes: int, count: int) -> Bucket:
+    return Bucket(index, tuple(BucketEntry(*row) for row in rows), nbytes, count)
 
 
 def cut(manifest: Manifest, types: Mapping[str, str], bucket_bytes: int) -> tuple[Bucket, ...]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 from rlmesh.errors import UsageError, WeightSyncError
 from rlmesh.weights.manifest import NO_CASTS, Casts, Manifest, misfits
@@ -44,9 +44,6 @@ class DeviceLocation:
     cuda_ipc: bool = False
     why_no_ipc: str = ""
 
-    def to_wire(self) -> list[Any]:
-        return [self.node, self.shm, self.device, list(self.peers), self.cuda_ipc, self.why_no_ipc]
-
 
 @dataclass(frozen=True, slots=True)
 class Participant:
@@ -56,6 +53,7 @@ class Participant:
         parts: of a source rank: tensor → (first, count) of the elements that it holds, in C order; None: it can give
             whole tensors only.
         takes_parts: of a sink: tensors may come in several parts.
+        version: of a sink: the version that it serves; None: it serves none.
         rank_state: of a source rank: the version of its weights.
         last_commit: of a sink: the last commit that it took part in.
     """
@@ -68,26 +66,9 @@ class Participant:
     channels: tuple[Channel, ...] = CHANNELS
     parts: Mapping[str, tuple[int, int]] | None = None
     takes_parts: bool = False
+    version: int | None = None
     rank_state: RankState | None = None
     last_commit: LastCommit | None = None
-
-    @classmethod
-    def from_wire(cls, fields: Mapping[str, Any]) -> Participant:
-        """Parse the description that a member gave of itself."""
-        node, shm, device, peers, ipc, why_not = fields["place"]
-        manifest, parts = fields["manifest"], fields.get("parts")
-        standing, left = fields.get("standing"), fields.get("left")
-        return cls(
-            name=fields["name"],
-            incarnation=fields["incarnation"],
-            location=DeviceLocation(node, shm, device, tuple(peers), ipc, why_not),
-            manifest=Manifest.from_wire(manifest) if manifest is not None else None,
-            mode=fields["mode"],
-            parts={name: (first, count) for name, (first, count) in parts.items()} if parts else None,
-            takes_parts=fields.get("takes_parts", False),
-            rank_state=RankState(*standing) if standing is not None else None,
-            last_commit=LastCommit(*left) if left is not None else None,
-        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from rlmesh.errors import SourceRestarted
 
@@ -34,9 +33,6 @@ class RankState:
     restored: int | None = None
     sent: int | None = None
 
-    def to_wire(self) -> list[Any]:
-        return [self.incarnation, self.restored, self.sent]
-
 
 @dataclass(frozen=True, slots=True)
 class LastCommit:
@@ -44,9 +40,6 @@ class LastCommit:
 
     version: int
     ranks: Mapping[str, int]
-
-    def to_wire(self) -> list[Any]:
-        return [self.version, dict(self.ranks)]
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,11 +15,12 @@ import time
 from collections import deque
 from collections.abc import Mapping
 from concurrent.futures import FIRST_EXCEPTION, wait
-from concurrent.futures import Future as PlainFuture
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from rlmesh.runtime.calling.busy_poll import wait_about
+from rlmesh.runtime.calling.gathering import gather
+from rlmesh.runtime.future import Future
 from rlmesh.weights.channels.base import BucketTransfer, ChannelBroken, ChannelSender
 from rlmesh.wire.envelope import ANY_INCARNATION
 
@@ -34,7 +35,7 @@ class Command(Protocol):
 
     def __call__(
         self, member: str, method: str, *args: Any, timeout_s: float, incarnation: int = ANY_INCARNATION
-    ) -> PlainFuture[Any]: ...
+    ) -> Future[Any]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,9 +46,6 @@ class DeliveryFailure:
     bucket: int
     kind: str
     error: str
-
-    def to_wire(self) -> list[Any]:
-        return [self.member, self.bucket, self.kind, self.error]
 
     @classmethod
     def of(cls, member: str, bucket: int, error: BaseException) -> DeliveryFailure:
@@ -71,7 +69,7 @@ class _Announced:
     """A bucket that was announced to its sinks; ``began`` is a time of `time.perf_counter`."""
 
     transfer: BucketTransfer
-    answers: dict[str, PlainFuture[Any]]
+    answers: dict[str, Future[Any]]
     began: float = field(default_factory=time.perf_counter)
 
 
@@ -175,7 +173,7 @@ class Delivery:
 
     def _announce(self, transfer: BucketTransfer) -> None:
         header, bucket = self._header, transfer.bucket
-        answers: dict[str, PlainFuture[Any]] = {}
+        answers: dict[str, Future[Any]] = {}
         self._unanswered.append(_Announced(transfer, answers))
         self._sequence_number += 1
         try:
@@ -200,7 +198,7 @@ class Delivery:
         reported = (self._reported(one.answers, one.transfer.bucket.index) for one in self._unanswered)
         return next((failure for failure in reported if failure is not None), None)
 
-    def _reported(self, answers: dict[str, PlainFuture[Any]], bucket: int) -> DeliveryFailure | None:
+    def _reported(self, answers: dict[str, Future[Any]], bucket: int) -> DeliveryFailure | None:
         """The failure that the sinks report; a sink's own fault comes before a lost connection."""
         wait(answers.values(), CAUSE_S, FIRST_EXCEPTION)
         failed = [(sink, answer.exception()) for sink, answer in answers.items() if _has_failed(answer)]
@@ -215,7 +213,7 @@ class Delivery:
             if len(answers) == 1:
                 wait_as_last_time(next(iter(answers.values())), self._durations.get(index))
             if not _all_done(answers):
-                wait(answers.values(), return_when=FIRST_EXCEPTION)
+                gather(tuple(answers.values())).exception()
             self._durations[index] = time.perf_counter() - oldest.began
             if any(map(_has_failed, answers.values())):
                 self._failure = self._reported(answers, index)
@@ -229,7 +227,7 @@ class Delivery:
         self.skip()
 
 
-def wait_as_last_time(answer: PlainFuture[Any], took_s: float | None) -> None:
+def wait_as_last_time(answer: Future[Any], took_s: float | None) -> None:
     """Wait for an answer with the knowledge that it took ``took_s`` seconds in the last push.
 
     Work on a GPU takes equally long every time, so the answer is polled for at that time. Long work is not regular to
@@ -239,9 +237,9 @@ def wait_as_last_time(answer: PlainFuture[Any], took_s: float | None) -> None:
         wait_about(answer, took_s)
 
 
-def _all_done(answers: Mapping[str, PlainFuture[Any]]) -> bool:
+def _all_done(answers: Mapping[str, Future[Any]]) -> bool:
     return all(answer.done() for answer in answers.values())
 
 
-def _has_failed(answer: PlainFuture[Any]) -> bool:
+def _has_failed(answer: Future[Any]) -> bool:
     return answer.done() and (answer.cancelled() or answer.exception() is not None)

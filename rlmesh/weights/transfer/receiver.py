@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from rlmesh.errors import WeightSyncError
@@ -17,12 +18,11 @@ from rlmesh.runtime.process import clock
 from rlmesh.weights.channels.base import ChannelReceiver, RouteSettings, open_receiver
 from rlmesh.weights.planning.buckets import Bucket, join_all
 from rlmesh.weights.planning.device_location import location_of
-from rlmesh.weights.planning.plan import Channel
-from rlmesh.weights.planning.sink_state import SinkState
+from rlmesh.weights.planning.plan import Channel, Participant
 from rlmesh.weights.planning.source_state import LastCommit
 from rlmesh.weights.protocols import SINK, OpenSink, WeightSink, check_end
-from rlmesh.weights.transfer.staging import BucketCheck, stage_pieces
-from rlmesh.weights.version_gate import VersionGate
+from rlmesh.weights.sink_state import SinkState, VersionGate
+from rlmesh.weights.transfer.tensor_bytes import BucketCheck, stage_pieces
 
 logger = logging.getLogger(__name__)
 
@@ -50,6 +50,7 @@ class _IncomingRoute:
     next_command: tuple[int, int] = (0, 0)
     positions: dict[int, int] = field(default_factory=dict)
     joined: dict[tuple[int, int], tuple[Bucket, range]] = field(default_factory=dict)
+    checks: dict[tuple[int, int], BucketCheck] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.positions = {bucket.index: position for position, bucket in enumerate(self.buckets)}
@@ -120,32 +121,24 @@ class Receiver:
 
     # Commands of a session.
 
-    def describe(self) -> dict[str, Any]:
-        """This sink as a `Participant`, in fields that travel."""
+    def describe(self) -> Participant:
         with self._lock:
-            manifest = self.sink.manifest()
-            return {
-                "name": self.who,
-                "incarnation": self.incarnation,
-                "mode": self.sink.mode,
-                "version": self.gate.version,
-                "place": location_of(self.sink.device, self._node).to_wire(),
-                "manifest": manifest.to_wire() if manifest is not None else None,
-                "takes_parts": self._open_sink is not None and self._open_sink.takes_parts(),
-                "left": self.last_commit.to_wire() if self.last_commit is not None else None,
-            }
+            return Participant(
+                self.who, self.incarnation, location_of(self.sink.device, self._node), self.sink.manifest(),
+                self.sink.mode, takes_parts=self._open_sink is not None and self._open_sink.takes_parts(),
+                version=self.gate.version, last_commit=self.last_commit,
+            )  # fmt: skip
 
     def attach(
-        self, settings: RouteSettings, channel: Channel, buckets: Sequence[Any], info: Mapping[str, Any]
+        self, settings: RouteSettings, channel: Channel, buckets: tuple[Bucket, ...], info: Mapping[str, Any]
     ) -> None:
         """Connect to the channel of a route."""
         with self._lock:
             self._use_device()
             receiver = open_receiver(channel, settings, self.who, info)
-            route_buckets = tuple(Bucket.from_wire(bucket) for bucket in buckets)
             session = self._sessions.setdefault(settings.session, _ReceivingSession())
             share = settings.sinks.index(self.who), len(settings.sinks)
-            session.routes[settings.source] = _IncomingRoute(settings, route_buckets, receiver, share, session.total)
+            session.routes[settings.source] = _IncomingRoute(settings, buckets, receiver, share, session.total)
             session.total = sum(len(route.buckets) for route in session.routes.values())
 
     def has(self, session: str) -> bool:
@@ -215,20 +208,26 @@ class Receiver:
         if self.state.push != push or self.state.phase != "staging":
             self._begin(session, push, version, flip_s)
         bucket, numbers = route.run_of(*buckets)
-        self._tap("stage", *buckets)
+        if self.tap is not None:
+            self._tap("stage", *buckets)
         self._take(route, bucket, payload, checksums)
         route.channel.done()
         self.state = self.state.add(push, *numbers)
-        self._tap("staged", *buckets)
+        if self.tap is not None:
+            self._tap("staged", *buckets)
 
     def _take(self, route: _IncomingRoute, bucket: Bucket, payload: Any, checksums: Sequence[int]) -> None:
         """Take, verify and stage a bucket. No reference to its pieces may be left when ``done`` is called."""
-        channel = route.channel
+        channel, run = route.channel, (bucket.index, bucket.count)
         pieces = channel.take(bucket, payload, route.settings.timeout_s)
-        check = None
-        if route.settings.verify:
-            check = BucketCheck(bucket, pieces, lambda: channel.checksums(checksums), route.share)
-        stage_pieces(self.sink, self._open_sink, bucket, pieces, keep=channel.keeps, check=check, ready=channel.ready)
+        check = route.checks.get(run) if route.settings.verify else None
+        if route.settings.verify and check is None:
+            check = route.checks[run] = BucketCheck(bucket, pieces, route.share)
+        stage_pieces(
+            self.sink, self._open_sink, bucket, pieces, keep=channel.keeps, check=check,
+            sent=partial(channel.checksums, checksums) if channel.late else checksums,
+            ready=channel.ready if channel.late else None,
+        )  # fmt: skip
 
     def _tap(self, step: str, bucket: int = -1, count: int = 1) -> None:
         if self.tap is not None:

@@ -15,7 +15,7 @@ from rlmesh.weights.channels.base import ChannelSender, RouteSettings, open_send
 from rlmesh.weights.manifest import Manifest
 from rlmesh.weights.planning.buckets import Bucket, join
 from rlmesh.weights.planning.device_location import location_of
-from rlmesh.weights.planning.plan import Channel
+from rlmesh.weights.planning.plan import Channel, Participant
 from rlmesh.weights.planning.source_state import RankState
 from rlmesh.weights.protocols import SOURCE, ShardedSource, WeightSource, check_end
 from rlmesh.weights.transfer.delivery import Command, Delivery, DeliveryFailure, Header
@@ -140,21 +140,16 @@ class Sender:
         """The source's stamp at that push."""
         self._sessions: dict[str, _SendingSession] = {}
 
-    def describe(self) -> dict[str, Any]:
-        """This rank as a `Participant`, in fields that travel."""
-        return {
-            "name": self.who,
-            "incarnation": self.incarnation,
-            "mode": "double_buffer",
-            "version": None,
-            "place": location_of(self.source.device, self._node).to_wire(),
-            "manifest": self.source.manifest().to_wire(),
-            "parts": self._sharded.parts() if self._sharded is not None else None,
-            "standing": RankState(self.incarnation, self.restored, self.sent_version).to_wire(),
-        }
+    def describe(self) -> Participant:
+        form = _SourceForm.of(self.source, self._sharded)
+        return Participant(
+            self.who, self.incarnation, location_of(form.device, self._node), form.manifest,
+            parts=dict(form.parts) if form.parts else None,
+            rank_state=RankState(self.incarnation, self.restored, self.sent_version),
+        )  # fmt: skip
 
     def open(
-        self, session: str, buckets: Sequence[Any], routes: Sequence[RouteStart], keep: bool, timeout_s: float,
+        self, session: str, buckets: tuple[Bucket, ...], routes: Sequence[RouteStart], keep: bool, timeout_s: float,
         verify: bool, sharded: bool,
     ) -> dict[str, OpenedRoute]:  # fmt: skip
         """Open the routes that start here; returns the data with which each sink connects.
@@ -164,8 +159,7 @@ class Sender:
         """
         made: list[_OutgoingRoute] = []
         form = _SourceForm.of(self.source, self._sharded)
-        cut = tuple(Bucket.from_wire(bucket) for bucket in buckets)
-        self._sessions[session] = _SendingSession(cut, keep, sharded, made, form)
+        self._sessions[session] = _SendingSession(buckets, keep, sharded, made, form)
         opened: dict[str, OpenedRoute] = {}
         job = self._origin
         for start in routes:

@@ -10,12 +10,12 @@ import logging
 import secrets
 import time
 from collections.abc import Collection, Mapping
-from concurrent.futures import Future as PlainFuture
 from concurrent.futures import wait
 from dataclasses import dataclass
 from typing import Any
 
 from rlmesh.errors import WeightSyncError
+from rlmesh.runtime.future import Future
 from rlmesh.runtime.process import clock
 from rlmesh.weights.members import Endpoint, Incarnations
 from rlmesh.weights.planning.plan import Participant, SyncOptions, WeightPlan, make_plan
@@ -30,7 +30,7 @@ ABORT_S = 0.4
 """Time for the sinks that did not fail to go back and for the source to close its channels, together; the failed sink
 is not waited for."""
 
-Answers = Mapping[str, PlainFuture[Any]]
+Answers = Mapping[str, Future[Any]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,17 +117,17 @@ class SyncSession:
         """True if every member that answered `ask` still has this session; a push fails at members that did not."""
         return all(answer.exception() is not None or answer.result() for answer in answers.values())
 
-    def _to_sources(self, method: str, *args: Any, timeout_s: float) -> dict[str, PlainFuture[Any]]:
+    def _to_sources(self, method: str, *args: Any, timeout_s: float) -> dict[str, Future[Any]]:
         command, members = self._source.command, self._members
         return {n: command(n, method, *args, timeout_s=timeout_s, incarnation=members[n]) for n in self._source_names}
 
-    def _to_sinks(self, method: str, *args: Any, timeout_s: float) -> dict[str, PlainFuture[Any]]:
+    def _to_sinks(self, method: str, *args: Any, timeout_s: float) -> dict[str, Future[Any]]:
         command, members = self._sinks.command, self._members
         return {n: command(n, method, *args, timeout_s=timeout_s, incarnation=members[n]) for n in self.sink_names}
 
     def _connect(self) -> None:
         plan, limit, members = self.plan, self._timeouts.connect_s, self._members
-        buckets = {name: [bucket.to_wire() for bucket in plan.by_rank[name]] for name in self._source_names}
+        buckets = {name: plan.by_rank[name] for name in self._source_names}
         keep = plan.source_mode == "snapshot"
         routes: dict[str, list[RouteStart]] = {name: [] for name in self._source_names}
         for route in plan.routes:
@@ -212,8 +212,7 @@ class SyncSession:
         if len(answers) == 1:
             answer = next(iter(answers.values()))
             wait_as_last_time(answer, self._durations.get(what))
-            if not answer.done():
-                wait([answer])
+            answer.exception()
             self._durations[what] = time.perf_counter() - self._began[what]
 
     def conclude(self, push: int) -> None:
@@ -275,10 +274,10 @@ def _describe(
     asked = {
         n: side.command(n, method, timeout_s=timeout_s, incarnation=members.get(n, ANY_INCARNATION)) for n in names
     }
-    return [Participant.from_wire(_result(answer, name, "say what weights it has")) for name, answer in asked.items()]
+    return [_result(answer, name, "say what weights it has") for name, answer in asked.items()]
 
 
-def _result(answer: PlainFuture[Any], name: str, what: str) -> Any:
+def _result(answer: Future[Any], name: str, what: str) -> Any:
     try:
         return answer.result()
     except Exception as error:
@@ -289,9 +288,9 @@ def _first_failure(answers: Answers) -> DeliveryFailure | None:
     found: DeliveryFailure | None = None
     for name, answer in answers.items():
         try:
-            wire = answer.result()
+            failure: DeliveryFailure | None = answer.result()
         except Exception as error:
             found = found or DeliveryFailure.of(name, -1, error)
         else:
-            found = found or (DeliveryFailure(*wire) if wire is not None else None)
+            found = found or failure
     return found

@@ -1,1 +1,0 @@
-"""The Prometheus endpoint of a job."""
