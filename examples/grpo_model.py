@@ -1,7 +1,7 @@
 """Make the model, tokenizer and data of grpo.py and ppo in a folder: python examples/grpo_model.py tiny
 
 The task is to spell five letters backwards: ``bdaeh>`` → ``headb``. The model has 0.34 million parameters. Supervised
-learning warms it up until about a quarter of its sampled answers are right, as a pretrained model would be.
+learning warms it up until about a fifth of its sampled answers are right, as a pretrained model would be.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ VALIDATION = 256
 """Strings for validation. All others, 32,512 of them, are for training."""
 PAD, END = "<pad>", "<end>"
 VOCABULARY = [PAD, END, *string.ascii_lowercase, *string.digits, *"> +-*=?."]
-ACCURACY = 0.25
+ACCURACY = 0.2
 
 
 def words(seed: int) -> dict[str, list[str]]:

@@ -28,8 +28,11 @@ OF_OTHERS = {
     "--user",
     "--args",
     "--collect-only",
+    "--network-check",
+    "--node-check",
+    "--precheck",
 } | {f"--{option}" for option in SBATCH_OPTIONS}
-"""Options of Slurm's, systemd's and pytest's commands, and of scripts that pages speak of."""
+"""Options of Slurm's, systemd's, pytest's and DLRover's commands, and of scripts that pages speak of."""
 
 
 def names(path: Path) -> str:

@@ -101,6 +101,7 @@ RL = [
     "DDPEngine",
     "DeepSpeedEngine",
     "FSDP2Engine",
+    "LoraOptions",
     "RolloutEngine",
     "Sample",
     "SamplingParams",

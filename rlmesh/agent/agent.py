@@ -96,7 +96,7 @@ class Agent:
             config, own, started.env, self._table, self._spawner, self._cleanup,
             ended=self._member_ended, unwanted=self._may_not_run, do=self._do,
         )  # fmt: skip
-        # The master is on the first node, whose socket folder it sees.
+        # The master runs on the first node: there it reaches the agent by its socket, elsewhere by the public endpoint.
         self._info = info = node_info(
             config, own if config.start_master or public is None else public, public=public or ""
         )
@@ -112,7 +112,8 @@ class Agent:
     @rpc
     async def spawn(self, specs: tuple[WorkerSpec, ...], term: int = 0) -> tuple[int, ...]:
         """Start members and return their process numbers, in order. The members are not up yet: they register when they
-        are. Members that already run are not started again. ``term`` is the master's term in which it ordered them.
+        are. Members that already run are not started again. ``term``: how often the master had given this node up when
+        it ordered the starts; they are refused if that is not the term of the last `Grant`.
 
         Raises:
             LaunchError: a member could not be started; the others are running.
@@ -181,8 +182,8 @@ class Agent:
         """Lease a member its devices once no other role has them; the member calls it in ``device_lease()``.
 
         Args:
-            group: all members of the role, if they are on several nodes: they get their turn together, including the
-                members of other nodes, which have no devices here.
+            group: all members of the role if it is on several nodes, else empty: these members take their turn as one
+                group. Members of other nodes belong to it too, without devices here.
         """
         specs = [spec for _, process in self._members for spec in process.members if spec.role == key[0]]
         own = [spec for spec in specs if spec.key == key]
@@ -226,7 +227,7 @@ class Agent:
 
     def _member_ended(self, exit: ExitInfo) -> None:
         self._leases.gone((exit.role, exit.rank, exit.incarnation))
-        if not self._over.done():  # else the end of the whole node is reported
+        if not self._over.done():  # else the node is ending, and its exit report covers this member
             self._outbox.put(exit)
 
     def _may_not_run(self) -> bool:
@@ -333,7 +334,7 @@ class Agent:
             logger.error("the master got no report that %s: %s", bad.describe(), error)
 
     def _on_input(self) -> None:
-        """Read the guardian's pipe: the grace in seconds may come before its end."""
+        """Read the guardian's pipe until its end; a line before the end gives the members' grace in seconds."""
         data = os.read(0, 4096)
         if data:
             self._last_line += data
@@ -341,7 +342,7 @@ class Agent:
         self._loop.remove_reader(0)
         grace_s = LAST_GRACE_S
         with suppress(ValueError):
-            grace_s = max(0.1, float(self._last_line) - 1.0)  # the rest is for what comes after the members
+            grace_s = max(0.1, float(self._last_line) - 1.0)  # 1 s is for the cleanup after the members have ended
         self._end(_NodeEnd("its guardian has closed its input", 0, grace_s))
 
     def _end(self, over: _NodeEnd) -> None:

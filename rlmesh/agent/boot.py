@@ -21,7 +21,8 @@ PRELOAD_FD = 3
 
 @dataclass(frozen=True, slots=True)
 class ZygoteStart:
-    """The bare zygote, started but not ready, and the sockets of both. ``preload`` is None without a preload list."""
+    """The bare zygote, started but not ready, and the sockets of the bare and of the preloaded zygote. ``preload`` is
+    None without a preload list."""
 
     pid: int
     bare: socket.socket

@@ -56,7 +56,7 @@ async def _main(config: AgentConfig, started: Boot) -> int:
 
 
 def _clean_up_for_the_guardian(config: AgentConfig) -> None:
-    """Do the cleanup of a guardian that was killed."""
+    """Clean up in place of the guardian, which was killed."""
     own, _ = control_groups.own_group()
     if own:
         control_groups.end(control_groups.node_group(own, config.job_id, config.node_rank))

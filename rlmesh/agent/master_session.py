@@ -1,10 +1,10 @@
 """An agent's session with its master: registration, detection of the master's death, and the lease.
 
 The master's endpoint never changes. While there is no master, the members run on and call each other, and reports wait
-in the outbox. Where several nodes share a job, the members may run only as long as the agent's lease lasts: without an
-answer from the master the agent ends them when the lease ends, for then the master may start them elsewhere. A lease
-that ended while all processes of the job stood still is different: the members stay stopped until the master says
-whether they may go on.
+in the outbox. If several nodes share a job, the members may run only as long as the agent's lease lasts: without an
+answer from the master, the agent ends them when the lease ends, because the master may start them elsewhere from then
+on. If the lease ended in a standstill (this process did not run, for example because the machine was suspended), the
+agent does not end the members at once: it stops them until the master says whether they may go on.
 """
 
 from __future__ import annotations
@@ -228,7 +228,7 @@ class MasterSession:
             self._standstills.look(now := self._clock())
             if self._met_at is None or self._fenced or self._lease.held(now):
                 continue
-            # A standstill that ended before the lease did may have shortened it.
+            # After a standstill within the last lease period, renewals may be missing only because of it: ask first.
             asked = self._standstills.lately(now, self._config.lease_s)
             if asked and await self._may_go_on():
                 continue
@@ -266,8 +266,8 @@ class MasterSession:
         return False
 
     def _tell_guardian(self, left_s: float | None, *, frozen: bool = False) -> None:
-        """Tell the guardian for how many seconds this agent may live without another message; None: without limit, for
-        no member runs. The deadline is on the clock that both share, since the guardian may read it later."""
+        """Tell the guardian for how many seconds this agent may live without another message; None: without limit,
+        because no member runs. The deadline is on the clock that both share, since the guardian may read it later."""
         until = None if left_s is None else suspend_aware_clock() + left_s
         message = {"lease_until": until, "members": self._agent.members(), "frozen": frozen}
         with suppress(OSError):

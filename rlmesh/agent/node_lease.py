@@ -30,10 +30,13 @@ def suspend_aware_clock() -> float:
 
 
 class Standstills:
-    """Detects standstills, to distinguish a lease that ended in one from a lease that was not renewed. Call often.
+    """Detects standstills: times in which this process did not run, since it was suspended or got no core.
 
-    While an agent stood still, its members did too, most often, and maybe the master: then nobody has given up anybody.
-    The end of such a lease is a reason to ask the master and to stop the members meanwhile, but not yet to end them.
+    Call `look` often.
+
+    If the agent stood still, its members usually did too, and perhaps the master, which then has not given the node up.
+    So a lease that ended in a standstill differs from one that was not renewed: the agent stops the members and asks
+    the master, and does not end them yet.
     """
 
     def __init__(self, now: float) -> None:

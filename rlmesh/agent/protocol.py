@@ -154,8 +154,8 @@ class MemberProcess:
 @dataclass(frozen=True, slots=True)
 class Grant:
     """The master's answer to an agent: seconds, from the agent's request on, for which its members may run. 0: not at
-    all, since they are placed elsewhere; without leases, where there is no elsewhere, it has no meaning. ``term``: how
-    often the node was given up before; starts ordered in an earlier term are refused."""
+    all, since they are placed elsewhere. A job without leases (one node) ignores the seconds. ``term``: how often the
+    master has given the node up so far; the agent refuses starts that were ordered in another term."""
 
     lease_s: float = 0.0
     term: int = 0

@@ -148,9 +148,9 @@ class DLJobBuilder:
         """Describe the job of a torchrun command, such as ``torchrun --nproc_per_node=2 train.py --lr 1``.
 
         The script becomes an elastic role (ELASTIC, unless ``role`` named another) with one accelerator per
-        process. Options about rendezvous, addresses and logs are ignored, because rlmesh handles these itself. Of
-        ``dlrover-run``, ``--network-check``, ``--node-check`` and ``--precheck`` mean the check of the nodes that
-        `skip_node_check` turns off.
+        process. Options about rendezvous, addresses and logs are ignored, because rlmesh handles these itself. The
+        options ``--network-check``, ``--node-check`` and ``--precheck`` of ``dlrover-run`` decide about the check of
+        the nodes, which `skip_node_check` turns off.
         """
         try:
             command = parse_torchrun(cmd)
@@ -323,7 +323,7 @@ class DLJobBuilder:
         return workloads, broken
 
     def _pools(self) -> dict[str, tuple[str, Sequence[int]]]:
-        """Return for each role that is mapped to a pool, in lower case, the pool and its sizes."""
+        """Return a mapping: role in lower case → (pool, its sizes), for the roles that are mapped to a pool."""
         pools = self._fields.get("pools", {})
         return {role.lower(): (pool, pools.get(pool, ())) for role, pool in self._pool_of.items()}
 

@@ -95,6 +95,14 @@ class RLJobBuilder(DLJobBuilder):
         if RLRoleType.ACTOR not in roles:
             problems.append(f"role ACTOR: is missing: an RL job needs .actor(...); its roles are {sorted(roles)}")
         config = self._fields.get("user_config")
+        algorithm = getattr(config, "algorithm", None)
+        if "TRAINER" in self._built_in and algorithm is not None:
+            needs = getattr(algorithm, "needs", ())
+            wanted = ["CRITIC"] * ("critic" in needs)
+            if "ACTOR" in self._built_in:  # an actor of another class may sample, or keep the reference
+                wanted += ["ROLLOUT"] + ["REFERENCE"] * ("reference" in needs)
+            name = type(algorithm).__name__
+            problems += [f"role {one}: is missing: {name} needs .{one.lower()}()" for one in wanted if one not in roles]
         if self._built_in and not (hasattr(config, "model") or (isinstance(config, Mapping) and "model" in config)):
             problems.append(
                 f"config: {', '.join(self._built_in)} without a class are built-in roles, which read their settings "

@@ -172,7 +172,7 @@ def as_command(
             return work(options)
         except RLMeshError as error:
             wrong_use = isinstance(error, UsageError)
-            # Errors of wrong use from the master are printed as they are, without their way here.
+            # A UsageError that the master raised is printed without the remark that it came from another process.
             text = error.remote_message if wrong_use and isinstance(error, RemoteError) else str(error)
             say(f"rlmesh {command}: {text}", err=True)
             return 2 if wrong_use else 1

@@ -72,7 +72,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     fill_standard_streams()
     try:
         return _run(list(sys.argv[1:] if argv is None else argv))
-    except KeyboardInterrupt:  # while the command is loaded; later, commands report it themselves
+    except KeyboardInterrupt:  # while the command's module is imported; a running command handles Ctrl-C itself
         print("rlmesh: stopped", file=sys.stderr)
         return INTERRUPTED
 

@@ -26,6 +26,7 @@ from rlmesh.driver.standard_streams import fill_standard_streams
 from rlmesh.driver.submission import agent_configs, cluster_for, demand_of, expected_nodes, job_spec
 from rlmesh.errors import LaunchError, PreflightError, UsageError
 from rlmesh.job.context import current_worker
+from rlmesh.job.description.checks import checks_nodes
 from rlmesh.job.description.config import JobDescription
 from rlmesh.job.jsonable import jsonable
 from rlmesh.job.masking import masked, register_secrets, secrets_in
@@ -180,7 +181,7 @@ class Driver:
 
     def _make_session(self) -> Session:
         config, options = self._config, self._options
-        checked = all(getattr(workload, "comm_pre_check", True) for workload in config.workloads.values())
+        checked = checks_nodes(config.workloads)
         if checked:
             _check_this_machine()
         if options.head is not None:

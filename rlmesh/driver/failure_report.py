@@ -23,7 +23,8 @@ def failure_lines(error: JobFailed) -> list[str]:
     """
     first, *others = [str(one) for one in error.exceptions]
     cause = first.splitlines() or [""]
-    # The first failure of a restart budget may be hours old, and the shown output ends with other failures.
+    # If the restart budget is used up, the first failure may be hours old and far up in the shown output: keep its
+    # traceback.
     if error.shown and not isinstance(error.exceptions[0], RestartBudgetExhausted):
         cause = _without_traceback(cause)
     lines = [f"{error.message.partition(' failed: ')[0]} failed. First cause:"]

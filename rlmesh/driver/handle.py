@@ -158,8 +158,8 @@ class JobHandle:
         self._future.add_done_callback(lambda _: fn())
 
     def failure(self, timeout_s: float) -> BaseException | None:
-        """Return the job's error, if it ends with one that ``stop()`` did not ask for, after at most ``timeout_s``;
-        blocks."""
+        """Return the job's error; blocks for at most ``timeout_s`` if the job is ending. None if it has no error, goes
+        on, or was ended by ``stop()``."""
         if self._asked:
             return None
         if self.end_reason() is not None:

@@ -71,7 +71,8 @@ class ProcessWatch:
     ) -> str:  # fmt: skip
         """Return which of the job's own processes died first, once all of them are gone.
 
-        Each process takes its children along: guardian, agent, master.
+        In the order guardian, agent, master, the death of each ends those after it. So the first dead one in this order
+        is the cause.
         """
         for config, report, node in zip(configs, reports, nodes, strict=False):
             tail = tail_of(run_dir, f"agent-{config.node_rank}.log")

@@ -269,7 +269,7 @@ class Session:
             self._notify(master, "stop", self._interrupt.reason, self._grace_s)
 
     def _notify(self, master: MemberHandle, what: str, *args: object) -> None:
-        """Call the master; the call is repeated to the next master if this one dies before it has saved it."""
+        """Call the master. If it dies before it has saved the request, the next master gets the call."""
         master.options(timeout_s=SILENCE_S, idempotent=True).call(what, *args)
 
     def _is_cut_short(self) -> bool:
@@ -305,7 +305,8 @@ class Session:
             node.let_go()
         reports = [node.wait(0.0) for node in self._replaced]
         running = clock.RunningTime(time.monotonic)
-        deadline = running() + NODE_END_S  # for all nodes together: many may be cut off
+        # One deadline for all nodes together: many may be out of reach, and each would take the whole time.
+        deadline = running() + NODE_END_S
         for node in self._nodes:
             while (report := _ended(node, min(END_LOOK_S, max(0.0, deadline - running())))) is None:
                 if running() >= deadline:

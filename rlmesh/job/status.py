@@ -272,7 +272,7 @@ class JobStatus:
         killed: the members whose grace was too short, or was cut short.
         samples_trained: the last reported count, 0 without one.
         alarms: the last alarms, of ``alarm_count`` in total.
-        at: when the snapshot was made, by the clock of all times in it.
+        at: when the snapshot was made. All times in the snapshot are by the same clock.
     """
 
     job_name: str

@@ -1,8 +1,8 @@
 """The master's event loop: decide on events, save the decisions, and only then carry them out.
 
-So a master that dies leaves nothing behind that the next one does not know: an order that went out is in the store,
-with the state in which it was given, until it was carried out. Messages from an outbox are confirmed when they are
-saved. A store that hangs delays orders by ``SAVE_WAIT_S`` at most; a store that fails does not delay them.
+So the next master knows everything that a dead one has begun: each order is in the store, together with the state in
+which it was given, from before it goes out until it was carried out. Messages from an outbox are confirmed when they
+are saved. A store that hangs delays orders by ``SAVE_WAIT_S`` at most; a store that fails does not delay them.
 """
 
 from __future__ import annotations

@@ -348,7 +348,7 @@ class ForgetNode:
 
 @dataclass(frozen=True, slots=True)
 class CheckMembers:
-    """Ask an agent whether members run that it did not list; those that do not are gone."""
+    """Ask an agent whether members run that were missing when it registered; those that do not run have exited."""
 
     node_rank: int
     members: tuple[MemberProcess, ...]

@@ -308,7 +308,8 @@ class Executor:
             logger.warning("the agent of node %s did not end %s: %s", node_rank, names, _text(error))
 
     async def _check_members(self, node_rank: int, processes: tuple[MemberProcess, ...]) -> None:
-        """Report members that do not run as exited: reports of their exits would have come before."""
+        """Post an exit for each of these members that does not run. The agent's answer includes members whose exit the
+        master has not confirmed, so no report can be on its way for a member that it lacks."""
         try:
             running = set(await self.agent(node_rank).call("running"))
         except Exception as error:

@@ -38,7 +38,8 @@ REJECTED = "rejected"
 class RestartRule:
     """The restart rule of a role; see :class:`rlmesh.job.description.restart_policy.RestartPolicy`.
 
-    ``of_job``: maximum number of restarts in the job's whole life, counted over all roles that have this value.
+    ``of_job``: maximum number of restarts in the job's whole life, counted over all roles for which it is set; None:
+    no such limit.
     """
 
     scope: Scope = "never"
@@ -70,7 +71,8 @@ class RoleSpec:
     """One role.
 
     Attributes:
-        driver: the job lasts as long as this role's ``run()``; None: it does if the role has one.
+        driver: True: the job lasts until ``run()`` of all such roles has returned; False: the job does not wait for
+            this role's ``run()``; None: not declared (see `JobSpec.drivers`).
         mesh: sizes of the role's axes, slowest first.
         calls: roles that this role is declared to call.
     """

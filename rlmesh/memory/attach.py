@@ -8,8 +8,9 @@ unlocks the slot and returns the references to release, by sender.
 
 A borrowed view that was not written to can be passed on without a copy (`unchanged`, `frame_at`, `add_ref`). The slot
 then counts as borrowed until those references have ended too, so a release always goes to the process that sent
-the descriptor, never further. A process releases at once a slot that it already holds through another sender: otherwise
-two processes that pass a value to and fro would wait for each other.
+the descriptor, never further. If a process receives a slot that it already holds through another sender, it releases
+the new reference at once: otherwise two processes that pass a value back and forth would each wait for the other's
+release.
 
 A slot that arrives a second time while views of it live gets its own mapping, so that two receivers in one process
 do not see each other's changes either.
@@ -218,7 +219,7 @@ class Attachments:
         address = address_of(view)
         with self._lock:
             part = self._part_at(address, view.nbytes)
-        # The view keeps the part alive, so this needs no lock.
+        # The caller's view keeps the `BorrowedRange` alive, so its pages can be read without the lock.
         if part is None or self._pages.any(address, view.nbytes):
             return None
         return part.descriptor(address, view.nbytes)

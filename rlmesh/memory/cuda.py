@@ -158,7 +158,7 @@ class CudaBackend:
 
 
 def open_event(device: torch.device | str, handle: bytes) -> torch.cuda.Event:
-    """An event of another process whose memory could be opened already.
+    """Open an event of another process. Open that process's memory first.
 
     Raises:
         DeviceUnreachable: the event cannot be opened.

@@ -93,7 +93,8 @@ class CudaDriver:
         return bytes(handle.reserved), address - base.value
 
     def open(self, index: int, handle: bytes) -> int:
-        """The allocation's address in this process, for kernels of device ``index``, on which it need not lie.
+        """The allocation's address in this process, for kernels of device ``index``; the allocation may be on another
+        device.
 
         Each opening must be closed once.
         """

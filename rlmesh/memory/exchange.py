@@ -78,7 +78,8 @@ class MemoryExchange:
     # Sending.
 
     def capture(self, items: Sequence[Buffer | Filler]) -> list[Buffer]:
-        """Frames of buffers, in the same order, which no longer change. Does not fail when there is no room."""
+        """Frames of buffers, in the same order, which later changes of the buffers do not affect. Does not fail when
+        there is no room."""
         frames: list[Buffer | None] = [None] * len(items)
         shared: list[int] = []
         for i, item in enumerate(items):
@@ -102,7 +103,8 @@ class MemoryExchange:
     def _same(self, source: memoryview) -> memoryview | None:
         """A frame of the slot that a buffer already shows.
 
-        The pool counts the references to slots of this process, so that each release concerns only one of the halves.
+        The pool counts the references to this process's own slots, the attachments all others, so that each release
+        concerns only one of the two.
         """
         descriptor = self.attachments.unchanged(source)
         if descriptor is None:

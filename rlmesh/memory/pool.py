@@ -299,7 +299,7 @@ class SegmentPool:
         return self._remove_idle(self._clock()) >= nbytes
 
     def _remove_idle(self, idle_since: float) -> int:
-        """Remove segments that have been empty since then, and return their bytes."""
+        """Remove segments that have been empty since ``idle_since``, and return their bytes."""
         with self._lock:
             idle = [s for s in self._segments.values() if s.space.is_empty and s.idle_since <= idle_since]
             for segment in idle:

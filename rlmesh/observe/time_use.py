@@ -1,9 +1,8 @@
 """Time use of the steps: per caller, the time spent waiting for other roles, and rlmesh's own part of it.
 
-Every report has the cost of its sender's remote calls since the report before (``CallStats``). For a role that
-times its steps (metric ``step_time_s``) only those reports count, so that calls before its
-first step and between steps are not taken for part of them. Per called role, all in seconds and
-averaged over the caller's steps:
+Every report has the cost of its sender's remote calls since the report before (``CallStats``). If a role times its
+steps, only its reports with the metric ``step_time_s`` count, so that calls outside of steps are not attributed to
+steps. Per called role, all in seconds and averaged over the caller's steps:
 
 * waited: from the call to its result. Concurrent calls each count in full, so the column
   can add up to more than a step; ``share`` divides such time evenly and never does.
@@ -141,7 +140,7 @@ def _use(name: str, reports: _Reports, timed: bool) -> CallerUse:
     if timed:
         step_s = reports.step_s / steps
     else:
-        # Between a member's first and last report lie all its steps but one.
+        # Each report ends a step: the time from a member's first to its last report has one step fewer than reports.
         elapsed = sum(reports.last_at[rank] - at for rank, at in reports.first_at.items())
         step_s = elapsed / max(1, steps - len(reports.first_at))
     by_role: dict[str, list[CallStats]] = {}

@@ -103,7 +103,8 @@ class Bundle:
 class BundleLayout:
     """The bundles of a job in the order of declaration, and the limit of each label per node.
 
-    ``spreads`` has the number of members of each label whose limit is as low as the cluster allows.
+    ``spreads``: the labels of roles that are spread out, each with its number of members; the planner makes their limit
+    as low as the cluster allows.
     """
 
     bundles: tuple[Bundle, ...]

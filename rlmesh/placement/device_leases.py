@@ -65,8 +65,9 @@ class Acquisition:
 class LeaseTable:
     """The turns of one node, oldest first. Each method returns the members that it has granted their devices.
 
-    Members of a group that are on other nodes ask here too, without devices. They share their group's turn, but once
-    the members of this node have returned their devices, others may have them.
+    Members of a group that are on other nodes ask here too, without devices. They share their group's turn. As soon as
+    the members of this node have returned their devices, other roles may have these, even if members on other nodes
+    still hold theirs.
     """
 
     def __init__(self) -> None:

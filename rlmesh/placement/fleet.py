@@ -1,8 +1,8 @@
 """Free resources of nodes, and the ways in which a bundle fits into a node. No I/O; fast for many equal nodes.
 
 Nodes with the same free devices, cores and so on have the same *shape*, a number; the effect of a kind of bundle
-on a shape is computed once. Shapes that differ only in which of their devices is which are *alike*: the same
-bundles fit.
+on a shape is computed once. Shapes that differ only in the order of their devices are *alike*: the same bundles
+fit.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ class Move:
 
 @dataclass(frozen=True, slots=True)
 class Template:
-    """The constant properties of a node. ``pinned`` has, for each set of node names that roles are bound to, True if
-    this node is in it."""
+    """The constant properties of a node. ``pinned``: for each set of node names to which roles are restricted
+    (``on_nodes``), True if this node is in the set."""
 
     devices: tuple[tuple[str, str, str, int | None], ...]
     links: tuple[tuple[int, ...], ...]

@@ -9,7 +9,7 @@ Rules:
 * Separated roles share no device, or no node. The devices of a pool are for its roles only.
 * ``cpu`` and ``memory`` are limits if the job asks for real accelerators. If the device type is CPU,
   or all devices are virtual, they are soft: they balance the nodes and are noted when exceeded, but never
-  refuse a job, since such a job runs on a laptop what a cluster runs in production.
+  refuse a job, since such a job is often a cluster's job that is tried out on a laptop.
 * A member with several devices gets devices that are close to each other, and CPUs next to them.
 """
 

@@ -119,7 +119,8 @@ def _role_demands(name: str, workload: BaseWorkloadDesc) -> list[RoleDemand]:
 
 
 def slots_asked(demand: JobDemand) -> int:
-    """Number of devices that are enough for a job: one for each slot of more than half, smaller shares added up."""
+    """Number of devices that are enough for a job: those of each slot that takes more than half of a device, and twice
+    the sum of the smaller shares, which is enough in whatever way they are put together."""
     bundles = layout_of(demand).bundles
     whole = sum(s.devices for bundle in bundles for s in bundle.slots if s.share_milli > WHOLE // 2)
     shares = sum(s.devices * s.share_milli for bundle in bundles for s in bundle.slots if s.share_milli <= WHOLE // 2)

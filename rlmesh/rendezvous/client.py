@@ -275,8 +275,8 @@ class _NodeClient:
         return orders
 
     def _check_head(self) -> None:
-        """Check whether the server has ended, independently of calls: a call to a server that is ending may time out
-        only.
+        """Check whether the server has ended. The port is looked at because a call to a server that is ending may
+        just time out.
 
         Raises:
             LaunchError: the server has ended.

@@ -62,5 +62,5 @@ class RemoteNode:
 
 
 def unproven(node_rank: int, what: str) -> ExitReport:
-    """Return the exit report of a node that did not send one."""
+    """Make the exit report of a node that did not send one: it says that nothing is proven."""
     return ExitReport(node_rank, -1, (Leftover("unproven", what, False),), None, what)

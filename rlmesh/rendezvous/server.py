@@ -277,7 +277,7 @@ class RendezvousServer:
         return node
 
     def on_status(self, status: JobStatus) -> None:
-        """Handle a snapshot of the running job: start nodes once the master listens, and order the logs that they
+        """Handle a snapshot of the running job: start nodes once the master listens, and tell each node which logs to
         print."""
         self._end_gone_nodes()
         public = status.extra.get(MASTER_PUBLIC, "")

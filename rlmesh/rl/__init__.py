@@ -48,6 +48,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from rlmesh.rl.engines.lora import LoraOptions as LoraOptions
     from rlmesh.rl.engines.rollout import RolloutEngine as RolloutEngine
     from rlmesh.rl.engines.rollout import Sample as Sample
     from rlmesh.rl.engines.rollout import SamplingParams as SamplingParams
@@ -67,6 +68,7 @@ _WHERE = {
     "DDPEngine": "rlmesh.rl.engines.training.ddp",
     "DeepSpeedEngine": "rlmesh.rl.engines.training.zero",
     "FSDP2Engine": "rlmesh.rl.engines.training.fsdp2",
+    "LoraOptions": "rlmesh.rl.engines.lora",
     "RolloutEngine": "rlmesh.rl.engines.rollout",
     "Sample": "rlmesh.rl.engines.rollout",
     "SamplingParams": "rlmesh.rl.engines.rollout",

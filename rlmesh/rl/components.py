@@ -28,14 +28,15 @@ class Columns:
 
     Attributes:
         rows: the episode of each target.
-        old_log_probs, advantages: of the policy component.
+        old_log_probs: that the ratio is measured from; ``None``: those of the pass itself, so that the ratio is 1.
+        advantages: of the policy component.
         policy, likelihood, divergence: weights.
         ref_log_probs: of the divergence component.
         old_values, returns: of a critic.
     """
 
     rows: Tensor
-    old_log_probs: Tensor
+    old_log_probs: Tensor | None
     advantages: Tensor
     policy: Tensor
     likelihood: Tensor
@@ -59,7 +60,7 @@ class Columns:
 
         return cls(
             rows.to(device),
-            old_log_probs=required(batch.log_probs),
+            old_log_probs=take(batch.log_probs),
             advantages=required(weights.advantages),
             policy=required(weights.policy),
             likelihood=required(weights.likelihood),
@@ -73,7 +74,7 @@ class Columns:
 def policy_share(
     terms: TokenTerms, columns: Columns, normalisers: Normalisers, algorithm: Algorithm
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """A pack's share of the policy's loss, and shares of statistics over the tokens of the policy component.
+    """A pack's share of the policy's loss, and of statistics over the tokens that the policy or the likelihood trains.
 
     ``Σ policy · term / N_policy − Σ likelihood · log π / N_likelihood + Σ divergence · kl / N_divergence − entropy ·
     Σ policy · H / N_policy``.
@@ -85,18 +86,20 @@ def policy_share(
         algorithm: gives the term of the policy component, the entropy bonus and the estimator of the divergence.
 
     Returns:
-        a scalar with gradient, and scalars without: ``tokens`` and sums of ``ratio``, ``clipped``, ``entropy`` and
-        ``kl`` (from the old policy to the new one, k3) over them.
+        a scalar with gradient, and scalars without: ``tokens``, the number of targets with a weight in the policy or
+        the likelihood component, and the sums of ``ratio``, ``clipped``, ``entropy`` and ``kl`` over these targets.
+        ``kl`` is the k3 estimate of KL(old policy ‖ new policy).
 
     Raises:
         FloatingPointError: a log-probability or a ratio is not finite.
         ValueError: a divergence has weight but no reference.
     """
     log_probs = terms.log_probs
+    old_log_probs = log_probs.detach() if columns.old_log_probs is None else columns.old_log_probs
     trained = policy_terms(
         algorithm.policy_loss,
         log_probs,
-        columns.old_log_probs,
+        old_log_probs,
         columns.advantages,
         rows=columns.rows,
         options=algorithm.policy_options,
@@ -112,7 +115,7 @@ def policy_share(
         share = share + (columns.divergence * kl).sum() / normalisers.divergence
     with torch.no_grad():
         counted = (columns.policy > 0) | (columns.likelihood > 0)
-        moved = kl_estimate(columns.old_log_probs, log_probs, every, "k3")
+        moved = kl_estimate(old_log_probs, log_probs, every, "k3")
         statistics = {
             name: torch.where(counted, value.to(log_probs.dtype), 0.0).sum()
             for name, value in {
@@ -134,12 +137,12 @@ def value_share(
     Args:
         values: before each target was chosen, ``[targets]``, with gradient.
         columns: with ``old_values`` and ``returns``.
-        tokens: of the whole batch, over all ranks.
-        clip: see there.
+        tokens: number of tokens of the whole batch, over all ranks, with a weight in the policy component.
+        clip: the argument of `value_clip_loss`.
 
     Returns:
-        a scalar with gradient, and scalars without: ``tokens``, and sums of ``clipped`` and of the squared ``error``
-        over them.
+        a scalar with gradient, and scalars without: ``tokens``, the number of this pack's targets with a weight in the
+        policy component, and the sums of ``clipped`` and of the squared ``error`` over these targets.
     """
     if columns.old_values is None or columns.returns is None:
         raise ValueError("the batch has no values or no returns: the algorithm gives returns where it needs a critic")

@@ -44,8 +44,8 @@ class Drift:
 
 @dataclass(frozen=True, slots=True)
 class DriftLimits:
-    """Limits of the means that rounding explains. There is no limit for the largest gap: that of a token with a tiny
-    probability may be large."""
+    """The largest mean gaps that rounding alone explains. There is no limit for the gap of a single token, which may be
+    large where its probability is tiny."""
 
     mean_abs: float
     k3: float
@@ -90,8 +90,8 @@ def drift(trainer: Tensor, engine: Tensor, mask: Tensor) -> Drift:
 
 
 class DriftAlarm:
-    """Reports gaps beyond the limits: a warning in the log, a metric for the report, and once per episode of drift an
-    alarm among the job's events, which ``rlmesh status`` shows::
+    """Reports gaps beyond the limits, for each batch as a warning in the log and as a metric. The first report of
+    several in a row also raises an alarm among the job's events, which ``rlmesh status`` shows::
 
         alarm = DriftAlarm("float32")
         …
@@ -99,14 +99,15 @@ class DriftAlarm:
 
     Args:
         limits: the name of one of `LIMITS`, or your own.
-        patience: number of consecutive batches beyond the limits before it reports.
+        patience: report from this many consecutive batches beyond the limits on.
         stop: raise instead of only reporting.
     """
 
     def __init__(self, limits: str | DriftLimits, *, patience: int = 1, stop: bool = False) -> None:
         if isinstance(limits, str):
             if limits not in LIMITS:
-                raise ValueError(f"no limits are known for {limits!r}: use one of {', '.join(LIMITS)}, or Limits(…)")
+                known = ", ".join(LIMITS)
+                raise ValueError(f"no limits are known for {limits!r}: use one of {known}, or DriftLimits(…)")
             limits = LIMITS[limits]
         self.limits, self.patience, self.stop = limits, patience, stop
         self.beyond = 0

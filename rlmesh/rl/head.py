@@ -2,12 +2,13 @@
 
 ``[batch, time, vocabulary]`` is the largest tensor of a training step: 8 × 2,048 tokens of a vocabulary of 152,000 take
 10 GB in float32, and a log-softmax, its entropy and their gradients take that several times. :func:`chunked_log_probs`
-goes from hidden states to log-probabilities and entropy in one pass over chunks of tokens: the logits of one chunk
-exist at a time, in the forward pass and in the backward pass, which computes them again.
+goes from hidden states to log-probabilities and entropy in one pass over tiles of tokens × vocabulary: the logits of
+one tile exist at a time, in the forward pass and in the backward pass, which computes them again.
 """
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -15,10 +16,12 @@ from torch import Tensor
 
 from rlmesh.rl.masking import keep, require_mask
 
-__all__ = ["TokenTerms", "chunk_size", "chunked_log_probs", "entropy", "token_log_probs"]
+__all__ = ["CHUNK_TOKENS", "TokenTerms", "chunked_log_probs", "entropy", "tile_columns", "token_log_probs"]
 
-CHUNK_BYTES = 256 * 2**20
-"""Default memory limit of the float32 logits of one chunk."""
+CHUNK_TOKENS = 8192
+"""Default number of tokens of one tile."""
+TILE_BYTES = {"cpu": 8 * 2**20, "cuda": 128 * 2**20}
+"""Memory limit of the logits of one tile, by the type of the device: of a CPU, what stays in its cache."""
 
 
 class TokenTerms(NamedTuple):
@@ -88,9 +91,9 @@ def chunked_log_probs(
     """Log-probability of each given token and entropy at it, without the logits of all tokens at once.
 
     With ``logits = hidden · weightᵀ + bias``: the same values and gradients as :func:`token_log_probs` and
-    :func:`entropy`. Logits are computed in the dtype of ``hidden`` and reduced in float32 at least. The backward pass
-    computes the logits of each chunk again: ``∂ log p / ∂ logits = (one-hot − p) / temperature`` and ``∂ H / ∂ logits =
-    −p · (log p + H) / temperature``.
+    :func:`entropy`. Logits are computed in the dtype of ``hidden``, or that of autocast, and reduced in float32 at
+    least. The backward pass computes the logits of each tile again: ``∂ log p / ∂ logits = (one-hot − p) /
+    temperature`` and ``∂ H / ∂ logits = −p · (log p + H) / temperature``.
 
     Args:
         hidden: ``[tokens, width]``: the states that predict ``tokens``, so shifted already. Pass those of valid
@@ -99,7 +102,7 @@ def chunked_log_probs(
         tokens: ``[tokens]``, integers in [0, vocabulary).
         bias: ``[vocabulary]``.
         temperature: > 0; that of sampling.
-        chunk_tokens: tokens per chunk; ``None``: :func:`chunk_size`.
+        chunk_tokens: tokens per tile; ``None``: `CHUNK_TOKENS`.
 
     Returns:
         float32 at least. Gradients flow to ``hidden``, ``weight`` and ``bias``, once (no second derivatives).
@@ -113,78 +116,167 @@ def chunked_log_probs(
             f"hidden {tuple(hidden.shape)}, weight {tuple(weight.shape)} and tokens {tuple(tokens.shape)}: expected "
             "[tokens, width], [vocabulary, width] and [tokens]"
         )
-    size = chunk_size(len(weight), hidden.dtype) if chunk_tokens is None else chunk_tokens
+    size = CHUNK_TOKENS if chunk_tokens is None else chunk_tokens
     if size < 1:
         raise ValueError(f"chunk_tokens must be ≥ 1, got {size}")
-    return TokenTerms(*_ChunkedHead.apply(hidden, weight, bias, tokens, temperature, size))  # type: ignore[no-untyped-call]
+    kind, narrow = hidden.device.type, hidden.dtype
+    plain: AbstractContextManager[object] = nullcontext()
+    if kind in TILE_BYTES and torch.is_autocast_enabled(kind):
+        # The products have the dtype of autocast, also in the backward pass, and the reduction does not.
+        narrow = narrow if narrow == torch.float64 else torch.get_autocast_dtype(kind)
+        plain = torch.autocast(kind, enabled=False)
+    with plain:
+        found = _ChunkedHead.apply(hidden, weight, bias, tokens, temperature, size, narrow)  # type: ignore[no-untyped-call]
+    return TokenTerms(*found)
 
 
-def chunk_size(vocabulary: int, dtype: torch.dtype, *, limit_bytes: int = CHUNK_BYTES) -> int:
-    """The number of tokens whose logits take at most ``limit_bytes`` in the dtype of the reduction; at least 1."""
-    return max(1, limit_bytes // (vocabulary * (8 if dtype == torch.float64 else 4)))
+def tile_columns(rows: int, vocabulary: int, dtype: torch.dtype, device: str) -> int:
+    """The vocabulary entries of a tile of ``rows`` tokens whose logits take at most `TILE_BYTES` in the dtype of the
+    reduction; at least 256, and at most the vocabulary."""
+    limit = TILE_BYTES.get(device, TILE_BYTES["cuda"]) // (8 if dtype == torch.float64 else 4)
+    return min(max(limit // max(rows, 1), 256), vocabulary)
 
 
 class _ChunkedHead(torch.autograd.Function):
-    """Log-probabilities and entropy of chunks of tokens; see :func:`chunked_log_probs`."""
+    """Log-probabilities and entropy, tile by tile; see :func:`chunked_log_probs`."""
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, tokens: Tensor, temperature: float, size: int
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        tokens: Tensor,
+        temperature: float,
+        size: int,
+        narrow: torch.dtype,
     ) -> tuple[Tensor, Tensor]:
-        wide = torch.float64 if hidden.dtype == torch.float64 else torch.float32
-        log_probs, entropies, normalisers = (hidden.new_empty(len(tokens), dtype=wide) for _ in range(3))
-        for start in range(0, len(tokens), size):
-            part = slice(start, start + size)
-            logits = _chunk_logits(hidden[part], weight, bias, temperature, wide)
-            normaliser = logits.logsumexp(-1)
-            chosen = logits.gather(-1, tokens[part].unsqueeze(-1)).squeeze(-1)
-            log_probs[part], normalisers[part] = chosen - normaliser, normaliser
-            p = (logits - normaliser.unsqueeze(-1)).exp_()
-            # p is 0 where a token was ruled out by −inf, and 0 · −inf is NaN: such logits count as 0.
-            entropies[part] = normaliser - torch.einsum("nv,nv->n", p, logits.masked_fill_(p == 0, 0.0))
+        ctx.set_materialize_grads(False)
+        tiles = _Tiles(hidden, weight, bias, temperature, size, narrow)
+        count = len(tiles.columns)
+        # Of each tile of the vocabulary: the log of its sum of exponentials, and the mean of its logits.
+        sums, means = (hidden.new_empty(count, len(tokens), dtype=tiles.wide) for _ in range(2))
+        chosen = hidden.new_zeros(len(tokens), dtype=tiles.wide)
+        for place, columns in enumerate(tiles.columns):
+            entries = tiles.weight(columns)
+            for rows in tiles.rows:
+                logits = tiles.logits(rows, columns, entries)
+                at, inside = _within(tokens[rows], columns)
+                chosen[rows] += torch.where(inside, logits.gather(-1, at).squeeze(-1), 0.0)
+                # A tile in which every token was ruled out by −inf has the sum 0.
+                highest = logits.amax(-1).clamp_(min=torch.finfo(tiles.wide).min)
+                below = logits.sub_(highest.unsqueeze(-1))
+                weights = below.exp()
+                total = weights.sum(-1)
+                sums[place, rows] = total.log() + highest
+                # 0 · −inf is NaN: logits of −inf count as 0.
+                dot = torch.einsum("nv,nv->n", weights, below.clamp_(min=torch.finfo(tiles.wide).min))
+                means[place, rows] = torch.where(total > 0, dot / total, 0.0) + highest
+        normalisers = sums.logsumexp(0) if count else chosen
+        entropies = normalisers - torch.where(sums > -torch.inf, (sums - normalisers).exp() * means, 0.0).sum(0)
         ctx.save_for_backward(hidden, weight, bias, tokens, normalisers, entropies)
-        ctx.temperature, ctx.size = temperature, size
-        return log_probs, entropies
+        ctx.temperature, ctx.size, ctx.narrow = temperature, size, narrow
+        return chosen - normalisers, entropies
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, tokens, normalisers, entropies = ctx.saved_tensors
-        grad_log_probs, grad_entropy = grads
-        grad_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
-        # Sums over chunks use the wide type: in bfloat16 the contributions of many small chunks would be lost.
-        wide = normalisers.dtype
-        grad_weight = torch.zeros_like(weight, dtype=wide) if ctx.needs_input_grad[1] else None
-        grad_bias = torch.zeros_like(bias, dtype=wide) if bias is not None and ctx.needs_input_grad[2] else None
-        for start in range(0, len(tokens), ctx.size):
-            part = slice(start, start + ctx.size)
-            logits = _chunk_logits(hidden[part], weight, bias, ctx.temperature, wide)
-            log_p = logits.sub_(normalisers[part].unsqueeze(-1))
-            p = log_p.exp()
-            up, up_entropy = grad_log_probs[part].unsqueeze(-1), grad_entropy[part].unsqueeze(-1)
-            log_p.masked_fill_(p == 0, 0.0).add_(entropies[part].unsqueeze(-1)).mul_(-up_entropy).sub_(up)
-            grad_logits = log_p.mul_(p)
-            grad_logits.scatter_add_(-1, tokens[part].unsqueeze(-1), up)
-            narrow = grad_logits.div_(ctx.temperature).to(hidden.dtype)
-            if grad_hidden is not None:
-                grad_hidden[part] = narrow @ weight
+        up, up_entropy = (None if grad is None else grad.unsqueeze(-1) for grad in grads)
+        tiles = _Tiles(hidden, weight, bias, ctx.temperature, ctx.size, ctx.narrow)
+        # A sum over several tiles uses the wide type: in bfloat16 many small contributions would be lost.
+        grad_hidden = torch.zeros_like(hidden, dtype=tiles.wide) if ctx.needs_input_grad[0] else None
+        grad_weight = torch.empty_like(weight) if ctx.needs_input_grad[1] else None
+        grad_bias = torch.empty_like(bias) if bias is not None and ctx.needs_input_grad[2] else None
+        for columns in tiles.columns:
+            entries = tiles.weight(columns)
+            total = total_bias = None
+            for rows in tiles.rows:
+                log_p = tiles.logits(rows, columns, entries).sub_(normalisers[rows].unsqueeze(-1))
+                if up_entropy is None:
+                    slope = log_p.exp_()
+                    slope = slope.mul_(-up[rows]) if up is not None else slope.zero_()
+                else:
+                    p = log_p.exp()
+                    finite = log_p.masked_fill_(p == 0, 0.0).add_(entropies[rows].unsqueeze(-1))
+                    slope = finite.mul_(-up_entropy[rows])
+                    slope = (slope if up is None else slope.sub_(up[rows])).mul_(p)
+                if up is not None:
+                    at, inside = _within(tokens[rows], columns)
+                    slope.scatter_add_(-1, at, torch.where(inside.unsqueeze(-1), up[rows], 0.0).to(slope.dtype))
+                if ctx.temperature != 1:
+                    slope.div_(ctx.temperature)
+                narrow = slope.to(tiles.narrow)
+                if grad_hidden is not None:
+                    _add_product(grad_hidden[rows], narrow, entries)
+                if grad_weight is not None:
+                    part = narrow.T @ tiles.hidden(rows)
+                    total = part if len(tiles.rows) == 1 else part.to(tiles.wide) + (0.0 if total is None else total)
+                if grad_bias is not None:
+                    total_bias = slope.sum(0) + (0.0 if total_bias is None else total_bias)
             if grad_weight is not None:
-                grad_weight += narrow.T @ hidden[part]
+                grad_weight[columns] = 0.0 if total is None else total.to(weight.dtype)
             if grad_bias is not None:
-                grad_bias += grad_logits.sum(0)
-        return (
-            grad_hidden,
-            None if grad_weight is None else grad_weight.to(weight.dtype),
-            None if grad_bias is None or bias is None else grad_bias.to(bias.dtype),
-            None,
-            None,
-            None,
-        )
+                grad_bias[columns] = 0.0 if total_bias is None else total_bias.to(grad_bias.dtype)
+        given = None if grad_hidden is None else grad_hidden.to(hidden.dtype)
+        return given, grad_weight, grad_bias, None, None, None, None
 
 
-def _chunk_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: float, wide: torch.dtype) -> Tensor:
-    """The logits of one chunk, divided by the temperature, ``[chunk, vocabulary]`` in ``wide``."""
-    logits = (hidden @ weight.T if bias is None else torch.addmm(bias, hidden, weight.T)).to(wide)
-    return logits if temperature == 1 else logits.div_(temperature)
+class _Tiles:
+    """The logits in tiles of tokens × vocabulary.
+
+    Attributes:
+        rows, columns: ranges of tokens, and of the vocabulary.
+        narrow, wide: dtypes of the matrix products and of the reduction.
+    """
+
+    def __init__(
+        self,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        temperature: float,
+        size: int,
+        narrow: torch.dtype,
+    ) -> None:
+        tokens, vocabulary = len(hidden), len(weight)
+        self.narrow, self.wide = narrow, torch.float64 if hidden.dtype == torch.float64 else torch.float32
+        step = tile_columns(min(tokens, size), vocabulary, self.wide, hidden.device.type)
+        self.rows = [slice(at, min(at + size, tokens)) for at in range(0, tokens, size)]
+        self.columns = [slice(at, min(at + step, vocabulary)) for at in range(0, vocabulary, step)]
+        self._hidden, self._weight, self._bias, self._temperature = hidden, weight, bias, temperature
+
+    def hidden(self, rows: slice) -> Tensor:
+        return self._hidden[rows].to(self.narrow)
+
+    def weight(self, columns: slice) -> Tensor:
+        return self._weight[columns].to(self.narrow)
+
+    def logits(self, rows: slice, columns: slice, entries: Tensor) -> Tensor:
+        """The logits of a tile, divided by the temperature, in the wide dtype."""
+        hidden = self.hidden(rows)
+        if hidden.is_cuda and self.narrow != self.wide:
+            logits = torch.mm(hidden, entries.T, out_dtype=self.wide)  # not rounded in between
+        else:
+            logits = (hidden @ entries.T).to(self.wide)
+        if self._bias is not None:
+            logits.add_(self._bias[columns])
+        return logits if self._temperature == 1 else logits.div_(self._temperature)
+
+
+def _within(tokens: Tensor, columns: slice) -> tuple[Tensor, Tensor]:
+    """Each token's column in a tile, ``[tokens, 1]``, and whether the tile has it, ``[tokens]``."""
+    inside = (tokens >= columns.start) & (tokens < columns.stop)
+    return (tokens - columns.start).clamp(0, columns.stop - columns.start - 1).unsqueeze(-1), inside
+
+
+def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """``total += left · right`` in place, in the dtype of the total."""
+    if left.dtype == total.dtype:
+        total.addmm_(left, right)
+    elif left.is_cuda:
+        total += torch.mm(left, right, out_dtype=total.dtype)
+    else:
+        total += left @ right
 
 
 def _require_temperature(temperature: float) -> None:

@@ -335,10 +335,10 @@ def _ratio_terms(
 
 
 def _mean_of_rows(x: Tensor, valid: Tensor, rows: Tensor | None) -> Tensor:
-    """The mean over the valid tokens of each token's sequence, in a shape that broadcasts to ``x``."""
+    """For each token, the mean of ``x`` over the valid tokens of its sequence; its shape broadcasts to ``x``."""
     if rows is None:
         return masked_mean(x, valid, dim=1).unsqueeze(1)
     _, place = rows.unique(return_inverse=True)
-    zeros = x.new_zeros(len(x))  # at least as many as there are sequences
+    zeros = x.new_zeros(len(x))  # enough slots: there are no more sequences than tokens
     counts = zeros.scatter_add(0, place, valid.to(x.dtype))
     return (zeros.scatter_add(0, place, x) / counts.clamp(min=1))[place]

@@ -11,7 +11,7 @@ Each check waits for the device. A training step that checks many tensors collec
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -20,6 +20,8 @@ import torch
 from torch import Tensor
 
 __all__ = [
+    "CollectedChecks",
+    "collected_checks",
     "deferred_checks",
     "keep",
     "masked_mean",
@@ -49,7 +51,7 @@ class _Check:
             raise self.error(self.failed.item(), *(detail.item() for detail in self.details))
 
 
-_deferred: ContextVar[list[_Check] | None] = ContextVar("_deferred", default=None)
+_deferred: ContextVar[CollectedChecks | None] = ContextVar("_deferred", default=None)
 
 
 @contextmanager
@@ -66,24 +68,55 @@ def deferred_checks() -> Iterator[None]:
         FloatingPointError: a valid slot was not finite.
         ValueError: a denominator was too small (:func:`rlmesh.rl.losses.aggregate`).
     """
-    checks: list[_Check] = []
+    with collected_checks() as checks:
+        yield
+    checks.evaluate()
+
+
+class CollectedChecks:
+    """Checks whose results are still on their devices."""
+
+    def __init__(self) -> None:
+        self._checks: list[_Check] = []
+
+    def add(self, check: _Check) -> None:
+        self._checks.append(check)
+
+    def failures(self, device: torch.device) -> Tensor:
+        """``[checks]`` of float64 on a device, 1 where a check failed, for a transfer with other numbers."""
+        if not self._checks:
+            return torch.zeros(0, dtype=torch.float64, device=device)
+        return torch.stack([(check.failed != 0).to(device, torch.float64) for check in self._checks])
+
+    def raise_first(self, failures: Sequence[float]) -> None:
+        """Raise the error of the first failed check, by the numbers of `failures`."""
+        for check, failed in zip(self._checks, failures, strict=True):
+            if failed:
+                check.raise_if_failed()
+
+    def evaluate(self) -> None:
+        """Wait for the devices, once for each, and raise the error of the first failed check."""
+        by_device: dict[torch.device, list[_Check]] = {}
+        for check in self._checks:
+            by_device.setdefault(check.failed.device, []).append(check)
+        failed = {
+            id(check)
+            for group in by_device.values()
+            for check, bad in zip(group, torch.stack([c.failed != 0 for c in group]).tolist(), strict=True)
+            if bad
+        }
+        self.raise_first([float(id(check) in failed) for check in self._checks])
+
+
+@contextmanager
+def collected_checks() -> Iterator[CollectedChecks]:
+    """Collect the checks of the block, for the caller to evaluate together with other results of the device."""
+    checks = CollectedChecks()
     token = _deferred.set(checks)
     try:
-        yield
+        yield checks
     finally:
         _deferred.reset(token)
-    by_device: dict[torch.device, list[_Check]] = {}
-    for check in checks:
-        by_device.setdefault(check.failed.device, []).append(check)
-    failed = {
-        id(check)
-        for group in by_device.values()
-        for check, bad in zip(group, torch.stack([c.failed != 0 for c in group]).tolist(), strict=True)
-        if bad
-    }
-    for check in checks:
-        if id(check) in failed:
-            check.raise_if_failed()
 
 
 def require(failed: Tensor, error: Callable[..., Exception], *details: Tensor) -> None:
@@ -99,7 +132,7 @@ def require(failed: Tensor, error: Callable[..., Exception], *details: Tensor) -
     if checks is None:
         check.raise_if_failed()
     else:
-        checks.append(check)
+        checks.add(check)
 
 
 def require_mask(mask: Tensor, *, like: Tensor, name: str) -> Tensor:

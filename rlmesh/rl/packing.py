@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -168,6 +169,17 @@ def _size(episodes: Sequence[Episode], unit: Sequence[int]) -> int:
     return prompt + sum(len(episodes[i]) - prompt for i in unit)
 
 
+def _sampled(episode: Episode) -> Index:
+    """The indices of the tokens that the policy sampled."""
+    ends = list(accumulate(map(len, episode.turns)))
+    ranges = [
+        np.arange(end - len(turn), end)
+        for turn, end in zip(episode.turns, ends, strict=True)
+        if turn.source == "policy"
+    ]
+    return ranges[0] if len(ranges) == 1 else np.concatenate([np.zeros(0, np.int64), *ranges])
+
+
 def _build(episodes: Sequence[Episode], units: Sequence[Sequence[int]]) -> Pack:
     ids: list[NDArray[np.int32]] = []
     positions: list[Index] = []
@@ -188,11 +200,11 @@ def _build(episodes: Sequence[Episode], units: Sequence[Sequence[int]]) -> Pack:
         shared = len(unit) > 1
         prompt_at = add(episodes[unit[0]].prompt_ids, 0, (0, 0)) if shared else at
         for row in unit:
-            whole, mask = episodes[row].ids, episodes[row].mask
+            whole = episodes[row].ids
             if shared and len(whole) == prompt:
                 continue
             start = add(whole[prompt:], prompt, (prompt_at, prompt)) if shared else add(whole, 0, (0, 0)) + prompt
-            chosen = np.flatnonzero(mask)
+            chosen = _sampled(episodes[row])
             # The first token after the prompt is predicted by the prompt's last one.
             before = chosen - 1
             sources.append(np.where(before < prompt, prompt_at + before, start + before - prompt))

@@ -1,14 +1,15 @@
 """Attention over a pack: each segment attends to itself causally, and to its whole prefix.
 
-On CUDA, torch's variable-length kernel computes all segments: keys and values of a prefix are repeated per segment,
-queries and everything outside of attention are not. On CPU, short segments of similar length are batched in one call
-with a small mask; long segments are computed one by one, in blocks of queries, so that no mask is large.
+On CUDA, torch's variable-length kernel computes all segments in half precision: keys and values of a prefix are
+repeated per segment, queries and everything outside of attention are not. On CPU, and on CUDA in full precision, short
+segments of similar length are batched in one call with a small mask; long segments are computed one by one, in blocks
+of queries, so that no mask is large.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import torch
@@ -17,7 +18,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from rlmesh.rl.packing import Segment
 
-__all__ = ["PrefixLayout", "packed_attention"]
+__all__ = ["PrefixLayout", "kernel_dtype", "packed_attention"]
 
 LONG = 1024
 """Segments that attend to more tokens than this are computed alone, in blocks of this many queries."""
@@ -31,7 +32,8 @@ class _Batch(NamedTuple):
     Attributes:
         queries: ``[segments, longest]``, token indices; the padding repeats the segment's last token.
         keys: ``[segments, longest]``, likewise.
-        mask: ``[segments, 1, queries, keys]``, True where a query attends to a key; padding attends to the first key.
+        mask: ``[segments, 1, queries, keys]``, True where a query attends to a key; a padded query attends to all keys
+            of its segment.
         where: ``[tokens of the segments]``, indices of real queries in the flattened ``queries``.
         tokens: ``[tokens of the segments]``, the token of each real query.
     """
@@ -50,10 +52,11 @@ class PrefixLayout:
     Attributes:
         tokens: length of the pack.
         segments: as given.
-        batches: short segments, for CPUs.
-        alone: long segments, for CPUs.
+        batches: short segments, for calls with masks.
+        alone: long segments, for calls with masks.
         query_starts, key_starts: ``[segments + 1]``, int32, for the variable-length kernel.
-        key_tokens: ``[keys]``, the token of each key; ``None`` where keys are the tokens as they are.
+        key_tokens: ``[keys]``, the token index of each key; ``None`` if no segment has a prefix, so that the keys are
+            all tokens in order.
         longest_query, longest_keys: of any segment.
     """
 
@@ -66,6 +69,8 @@ class PrefixLayout:
     key_tokens: Tensor | None = None
     longest_query: int = 0
     longest_keys: int = 0
+    _with_masks: list[PrefixLayout] = field(default_factory=list, repr=False)
+    """The same segments for calls with masks, once a layer of full precision needs them."""
 
     @classmethod
     def of(cls, segments: Sequence[Segment], device: torch.device | str) -> PrefixLayout:
@@ -88,6 +93,16 @@ class PrefixLayout:
             longest_keys=max(keys, default=0),
         )
 
+    def with_masks(self, device: torch.device) -> PrefixLayout:
+        """The layout of the same segments for calls with masks on a device."""
+        if self.query_starts is None:
+            return self
+        if not self._with_masks:
+            made = PrefixLayout.of(self.segments, "cpu")
+            batches = tuple(_Batch(*(one.to(device) for one in batch)) for batch in made.batches)
+            self._with_masks.append(replace(made, batches=batches))
+        return self._with_masks[0]
+
 
 def packed_attention(
     query: Tensor, key: Tensor, value: Tensor, layout: PrefixLayout, *, scale: float | None = None
@@ -108,8 +123,10 @@ def packed_attention(
     """
     if query.shape[1] != layout.tokens:
         raise ValueError(f"the layout is of {layout.tokens} tokens, the query of {query.shape[1]}")
-    if query.device.type == "cpu":
-        return _on_cpu(query, key, value, layout, scale)
+    dtype = kernel_dtype(query) if query.device.type == "cuda" else None
+    if dtype is None:
+        return _by_masks(query, key, value, layout.with_masks(query.device), scale)
+    query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     from torch.nn.attention.varlen import varlen_attn
 
     assert layout.query_starts is not None and layout.key_starts is not None
@@ -129,11 +146,23 @@ def packed_attention(
         scale=scale,
         window_size=(-1, 0),
     )
-    assert isinstance(result, Tensor)  # with the extra outputs that are not asked for, it is a tuple
+    assert isinstance(result, Tensor)  # a tuple only if further outputs are requested
     return result
 
 
-def _on_cpu(query: Tensor, key: Tensor, value: Tensor, layout: PrefixLayout, scale: float | None) -> Tensor:
+def kernel_dtype(query: Tensor) -> torch.dtype | None:
+    """The half precision in which the variable-length kernel computes; ``None``: full precision, which it lacks.
+
+    Under autocast, queries may still be float32: the rotary embedding makes them so, and autocast does not know the
+    kernel.
+    """
+    kind = query.device.type
+    if torch.is_autocast_enabled(kind):
+        return torch.get_autocast_dtype(kind)
+    return query.dtype if query.dtype in (torch.float16, torch.bfloat16) else None
+
+
+def _by_masks(query: Tensor, key: Tensor, value: Tensor, layout: PrefixLayout, scale: float | None) -> Tensor:
     grouped = query.shape[0] != key.shape[0]
     places, results = [], []
 
@@ -151,18 +180,19 @@ def _on_cpu(query: Tensor, key: Tensor, value: Tensor, layout: PrefixLayout, sca
         places.append(batch.tokens)
     for segment in layout.alone:
         own = slice(segment.start, segment.start + segment.length)
-        places.append(torch.arange(own.start, own.stop))
+        places.append(torch.arange(own.start, own.stop, device=query.device))
         if not segment.prefix_length:
             q, k, v = (x[:, own].unsqueeze(0) for x in (query, key, value))
             results.append(attend(q, k, v, None)[0].transpose(0, 1))
             continue
-        seen = _keys(segment)
+        seen = _keys(segment).to(query.device)
         k, v = (x[:, seen].unsqueeze(0) for x in (key, value))
         for first in range(0, segment.length, LONG):
             last = min(first + LONG, segment.length)
             q = query[:, own.start + first : own.start + last].unsqueeze(0)
             upto = segment.prefix_length + last
             mask = torch.arange(upto) <= segment.prefix_length + torch.arange(first, last).unsqueeze(1)
+            mask = mask.to(query.device)
             results.append(attend(q, k[:, :, :upto], v[:, :, :upto], mask)[0].transpose(0, 1))
     if not results:
         return query.transpose(0, 1)

@@ -126,6 +126,7 @@ class Turn:
             np.asarray(sample.token_ids, dtype=np.int32),
             "policy",
             np.asarray(sample.log_probs, dtype=np.float32),
+            None if sample.kept_log_mass is None else np.asarray(sample.kept_log_mass, dtype=np.float32),
             version_spans=tuple(sample.version_spans),
         )
 
@@ -184,6 +185,13 @@ class Episode:
                 for turn, row in zip(self.turns, rows, strict=True)
             ]
         )
+
+    @property
+    def sampled_log_probs(self) -> Numbers:
+        """``[tokens]``: log-probabilities of the whole vocabulary, at the temperature of sampling: those of the
+        sampling distribution plus the mass that it kept (:func:`rlmesh.rl.correction.whole_vocabulary`), for comparison
+        with a trainer's own; 0 at the environment's tokens."""
+        return self.per_token("log_probs") + self.per_token("kept_log_mass")
 
     @property
     def response_tokens(self) -> int:

@@ -26,7 +26,8 @@ BEGINS_S = 10.0
 
 @dataclass(frozen=True, slots=True)
 class RunningJob:
-    """A job whose master is on this machine. Times are seconds since the epoch; ``epoch`` names their clock."""
+    """A job whose master is on this machine. Times are seconds since the epoch by the job's clock, which ``epoch``
+    describes (for `clock.epoch_of`)."""
 
     job_id: str
     job_name: str

@@ -53,12 +53,12 @@ class RuntimeActivity:
         return tuple(self._calls.peers.waiting(call) for call in calls)
 
     def await_answers(self, timeout_s: float) -> None:
-        """Wait until no call of this process to a member is in flight, but no longer than that."""
+        """Wait until no call of this process to a member is in flight, at most ``timeout_s`` seconds."""
         end = clock.now() + timeout_s
         while clock.now() < end and any(c.future and not c.name.startswith("@") for c in self._calls.pending()):
             time.sleep(_ANSWERS_POLL_S)
         taken_in = Event()
-        self._post(taken_in.set)  # After the answer that the loop may just be reading.
+        self._post(taken_in.set)  # The loop runs this after the answer that it may be reading at this moment.
         taken_in.wait(max(0.0, end - clock.now()))
 
     # Calls that this process serves.
@@ -69,7 +69,8 @@ class RuntimeActivity:
         return tuple(incoming.status(now_ns) for incoming in self._dispatcher.calls() if incoming.is_shown)
 
     def running_on(self, for_s: float) -> tuple[Serving, ...]:
-        """The calls that have been running here for so many seconds although they were cancelled or timed out."""
+        """The calls that have been running here for at least ``for_s`` seconds although they were cancelled or timed
+        out."""
         now_ns = time.perf_counter_ns()
         calls = (incoming.status(now_ns) for incoming in self._dispatcher.unawaited() if incoming.cancelled)
         return tuple(call for call in calls if call.runs and call.since_s >= for_s)
@@ -87,7 +88,7 @@ class RuntimeActivity:
         """The calls that run here and wait for answers, and the calls that are queued behind them.
 
         Args:
-            older_s: report nothing unless a call has been here for so many seconds.
+            older_s: report nothing unless a call has been here for at least this many seconds.
         """
         from rlmesh.runtime.serving.wait_report import blocked_calls
 
@@ -108,8 +109,8 @@ class RuntimeActivity:
         self._calls.active_at = clock.now()
 
     def notify_aside(self, peer: MemberHandle, method: str, *args: object) -> None:
-        """Notify a peer without a sign of life: a report of the process about itself must not keep the process from
-        being quiet."""
+        """Notify a peer, but do not count that as a sign of life: a process that only sends reports about itself is
+        quiet."""
         active_at, began_at = self._calls.active_at, clock.now()
         peer.notify(method, *args)
         if began_at <= self._calls.active_at <= clock.now():

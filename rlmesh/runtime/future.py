@@ -238,7 +238,7 @@ class Future(concurrent.futures.Future[T]):
             unretrieved.report = report
 
     def mark_retrieved(self) -> None:
-        """Do not log the error when this future is collected: it has been retrieved, or is reported elsewhere."""
+        """Keep the error out of the log when this future is collected: it was retrieved, or is reported elsewhere."""
         self._retrieved = True
         unretrieved, self._unretrieved = self._unretrieved, None
         if unretrieved is not None:
@@ -368,14 +368,15 @@ class Future(concurrent.futures.Future[T]):
             self._state = state
             blocked, callbacks, condition = self._blocked, self._done_callbacks, self._made_condition
             self._blocked = self._done_callbacks = ()
-            # The call refers to its future. Without the reference back the last user frees the result, and the shared
-            # memory that it may lie in, and not the garbage collector some time later.
+            # Break the cycle between the future and its call. Then the result, and the shared memory that it may lie
+            # in, is freed with its last user, and not by a garbage collection some time later.
             self._origin = None
         if unretrieved is not None and self._retrieved:
-            unretrieved.retrieved()  # Not by `mark_retrieved`: another thread may just be taking it from this future.
+            # Not by `mark_retrieved`: another thread may take `_unretrieved` from this future at the same moment.
+            unretrieved.retrieved()
             self._unretrieved = None
         if unretrieved is not None:
-            unretrieved.report = self._report  # It may have been shared meanwhile.
+            unretrieved.report = self._report  # `share_report` may have been called meanwhile.
         for gate in blocked:
             gate.release()
         if condition is not None:
@@ -384,7 +385,7 @@ class Future(concurrent.futures.Future[T]):
                     _notify(waiter, self)
                 condition.notify_all()
         for callback in callbacks:
-            try:  # As `_run_callback`, once per call.
+            try:  # `_run_callback`, written out because this runs once per call.
                 callback(self)
             except Exception:
                 logger.exception("a callback of %r raised", self)

@@ -54,7 +54,8 @@ _M = TypeVar("_M", bound="_Method | _ClassMethod | staticmethod[..., Any] | clas
 
 class RpcFunction(Protocol[P, R_co]):
     """The result of ``rpc(function)`` for a plain function, for type checkers: the function itself, or, for a stub, the
-    decorator that names a method after it. Only the next call tells the two apart."""
+    decorator that names a method after it. The overloads tell the two apart by the next call, which has a function as
+    its argument, or the function's own arguments."""
 
     @overload
     def __call__(self, function: F, /) -> F: ...

@@ -133,7 +133,8 @@ class Runtime:
             socket_dir: private directory (mode 0700) for the socket; None listens on loopback TCP.
             bind: False for a process that only calls; text for an address of your choice.
             public: a TCP address to listen at as well, for processes of other nodes.
-            job_id, node_rank: parts of the names of shared memory, by which the node's guardian finds leftovers.
+            job_id, node_rank: parts of the names of shared memory. By them the node's guardian, which cleans up after
+                crashes, finds leftovers.
             network: limits and transports; None takes them from the environment.
         """
         thread = LoopThread(f"rlmesh-io-{name}")

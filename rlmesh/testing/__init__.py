@@ -1,5 +1,5 @@
-"""Tools for testing jobs and what is built on the runtime: a cluster of virtual nodes on one machine, one
-within a process, a network without sockets, faults, and a loop in virtual time."""
+"""Tools for testing jobs and what is built on the runtime: a cluster of virtual nodes on one machine, a cluster within
+one process, a network without sockets, faults, and a loop in virtual time."""
 
 from __future__ import annotations
 

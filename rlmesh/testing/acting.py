@@ -49,7 +49,8 @@ class RecordingLink:
 
 
 class ActingMember:
-    """A member of a role, made as a worker makes it: without arguments, then ``setup()``, as ``current_worker()``."""
+    """A member of a role, made as in a worker: the class is called without arguments, then ``setup()``; in this code
+    ``current_worker()`` is this member."""
 
     def __init__(
         self, kind: Callable[[], Any], role: str, rank: int, world_size: int, *, job: JobInfo, run_dir: Path,

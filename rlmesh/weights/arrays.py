@@ -54,7 +54,8 @@ def _same(arrays: Mapping[str, Any], known: Sequence[tuple[str, Any, object]]) -
 
 
 class ArraySource:
-    """Arrays by name. Change their contents in place; call `changed` so that a fenced push notices the change.
+    """Arrays by name. Change their contents in place, and call `changed` afterwards: a push that sends the arrays
+    without a snapshot (*fenced*, see `WeightSync`) fails then instead of sending mixed weights.
 
     Args:
         arrays: name → array of any shape and strides.
@@ -135,7 +136,7 @@ class ArraySink:
     def begin(self, version: int) -> None:
         if not self._is_current():
             raise WeightSyncError(CHANGED)
-        # Copies go into the memory of the version before, since no rollback follows.
+        # A new push rules out a rollback to the version before, so the copies go into that version's memory.
         self._spare = {} if self._keep else self._previous
         self._previous, self._staged = {}, {}
 

@@ -139,7 +139,8 @@ class ModuleSink:
         self._refresh()
         if self._manifest is not before:
             raise WeightSyncError(CHANGED)
-        # Copies go into the buffer of the version before, since no rollback follows; not if it is the source's memory.
+        # A new push rules out a rollback to the version before, so the copies go into that version's buffer, unless it
+        # is the source's memory.
         if self._previous is not None:
             self._spare = _WeightBuffer() if self._previous.borrowed else self._previous
         self._previous, self._next, self._staged, self._staged_is_borrowed = None, None, {}, False
@@ -200,7 +201,8 @@ class ModuleSink:
         return target if has_memory and target.dtype is dtype is _wire_type(entry) and target.is_contiguous() else None
 
     def _owner(self, entry: BucketEntry) -> str | None:
-        """The owner of the memory that an entry is written to; None if there are several, tied only at the source."""
+        """The owner of the memory that an entry is written to; None if the source ties names that have separate memory
+        here."""
         known = self._owners.get(entry.name)
         if known is None or known[0] != entry.tied:
             names = (entry.name, *entry.tied)
@@ -250,7 +252,8 @@ class ModuleSink:
         addresses = [tensor.data_ptr() for tensor in old]
         before = self._current
         if before is None or before.addresses != addresses or before.borrowed:
-            # The memory came with the module, or was moved since.
+            # The memory in use is not a buffer of this sink: it came with the module, was moved since, or is borrowed
+            # from the source.
             before = _WeightBuffer(addresses=addresses, borrowed=before is not None and before.borrowed)
         pairs = [(target, new[owner]) for owner, same in self._targets.items() for target in same]
         addresses = [new[owner].data_ptr() for owner in self._targets]

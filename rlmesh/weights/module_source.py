@@ -97,7 +97,7 @@ class ModuleSource:
 
         with torch.no_grad():
             if self.lasting:
-                everything = len(names) == len(self._tensors)  # in every push between GPUs: no dict is made
+                everything = len(names) == len(self._tensors)  # usual between GPUs: saves making another dict
                 yield self._tensors if everything else {name: self._tensors[name] for name in names}
                 return
             whole = {}

@@ -297,7 +297,8 @@ class WeightSync:
         if session is None or not self._source.is_local:
             return self._capture_over(self._open_session(), version, began)
         # A local source's weights do not change until this call returns, so they can be sent again over a new session.
-        # Sinks that have taken a fenced push have the session; with a snapshot they are asked while it is made.
+        # Sinks that take a fenced push show by this that they still have the session. With a snapshot nothing shows it
+        # yet: ask them while the snapshot is made.
         asked = {} if session.plan.source_mode == "fenced" else session.ask()
         push = self._capture_over(session, version, began)
         if session.has_refused(push.captures):

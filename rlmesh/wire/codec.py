@@ -119,8 +119,8 @@ def encode(value: Any, capture: Capture | None = None) -> Frames:
     """Serialize a value.
 
     Args:
-        capture: makes frames of the large buffers, in order, which no longer change; None copies each buffer. It also
-            gets the size of the rest of the value in bytes, and may refuse the value.
+        capture: makes frames of the large buffers, in order, which later changes of the buffers do not affect; None
+            copies each buffer. It also gets the size of the rest of the value in bytes, and may refuse the value.
 
     Raises:
         Unserializable: the value cannot be serialized; the text names its type.

@@ -195,7 +195,7 @@ def combine(original: type[Exception]) -> type[RemoteError]:
             "__module__": original.__module__, "__qualname__": original.__qualname__, "__str__": _str,
             "__repr__": _repr, "__reduce__": _reduce, "__reduce_ex__": _reduce,
         }  # fmt: skip
-        # The original's attributes come first, except for rlmesh's own errors, which get the code of a RemoteError.
+        # The original's attributes and methods come first. For rlmesh's own errors those of `RemoteError` do.
         ours = issubclass(original, RLMeshError)
         bases = (RemoteError, original) if ours else (original, RemoteError)
         found = type(original.__name__, bases, namespace)

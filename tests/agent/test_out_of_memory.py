@@ -63,6 +63,16 @@ def test_only_missing_memory_ends_the_process(way: str, error: str, code: int) -
     assert ("out of memory" in ended.stderr) == (code != 0)
 
 
+def test_a_task_that_is_cancelled_before_it_begins_leaves_no_warning() -> None:
+    program = PROGRAM.format(
+        what="task = asyncio.get_running_loop().create_task(fails(OSError(2, 'x'))); task.cancel()"
+    )
+    ended = subprocess.run(
+        [sys.executable, "-W", "error", "-c", program], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (ended.returncode, ended.stderr) == (0, "")
+
+
 async def test_a_session_that_fails_ends_the_node_and_says_why() -> None:
     """The task that registers the node is awaited by nobody."""
     given_up: list[str] = []

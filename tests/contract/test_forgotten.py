@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from rlmesh.agent.worker.control import Terminated
 from rlmesh.errors import RemoteError
 from rlmesh.runtime.calling import unretrieved
 from rlmesh.runtime.rpc import rpc
@@ -37,6 +38,10 @@ class Worker:
     def items(self) -> Iterator[int]:
         raise ValueError("lost?")
         yield 1
+
+    @rpc
+    def is_told_to_end(self) -> None:
+        raise Terminated
 
     @rpc
     def waits(self) -> None:
@@ -153,6 +158,17 @@ def test_nothing_is_told_to_those_who_know(mesh: Mesh, caplog: pytest.LogCapture
         worker.gate.set()
     all_done(group)
     assert told(caplog) == []
+
+
+@pytest.mark.case("n16")
+def test_a_method_that_the_end_of_its_member_cuts_off_is_not_told(mesh: Mesh, caplog: pytest.LogCaptureFixture) -> None:
+    group = mesh.serve("WORKER", Worker(), Worker())
+    group.call("is_told_to_end")
+    all_done(group)
+    assert told(caplog) == []
+    group.call("fails")
+    all_done(group)
+    assert len(told(caplog)) == 1
 
 
 @pytest.mark.case("n16")

@@ -31,11 +31,14 @@ def test_the_distribution_is_what_is_left_of_the_softmax() -> None:
 
 def test_draws_have_the_distribution() -> None:
     logits = torch.tensor([0.0, 1.0, 2.0, -1.0]).repeat(20_000, 1)
-    tokens, log_probs = draw(logits, SamplingParams(1, temperature=1.3, top_k=3), torch.Generator().manual_seed(0))
+    params = SamplingParams(1, temperature=1.3, top_k=3)
+    tokens, log_probs, mass = draw(logits, params, torch.Generator().manual_seed(0))
     wanted = log_distribution(logits[:1], SamplingParams(1, temperature=1.3, top_k=3))[0]
     seen = torch.bincount(tokens, minlength=4) / len(tokens)
     torch.testing.assert_close(seen, wanted.exp(), atol=0.02, rtol=0)
     torch.testing.assert_close(log_probs, wanted[tokens])
+    whole = (logits[0] / 1.3).softmax(-1)
+    torch.testing.assert_close(mass, (1 - whole[3]).log().expand(len(mass)))
 
 
 def test_prompts_of_arrays_are_lists_of_ids() -> None:
@@ -52,7 +55,9 @@ def test_prompts_of_arrays_are_lists_of_ids() -> None:
                                     {"max_tokens": 2.5}, {"max_tokens": "4"}, {"temperature": float("nan")},
                                     {"temperature": float("inf")}, {"top_p": float("nan")}, {"top_k": 1.5},
                                     {"temperature": None}, {"seed": 1.5}, {"stop_token_ids": 3},
-                                    {"stop_token_ids": ("a",)}])  # fmt: skip
+                                    {"stop_token_ids": ("a",)}, {"min_p": 1.0}, {"min_p": -0.1},
+                                    {"repetition_penalty": 0}, {"presence_penalty": 2.5}, {"frequency_penalty": None},
+                                    {"stop": "end"}, {"stop": ("",)}, {"stop": (3,)}])  # fmt: skip
 def test_parameters_that_mean_nothing_are_refused(params: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="max_tokens must be"):
         SamplingParams(**{"max_tokens": 1, **params})

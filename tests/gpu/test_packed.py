@@ -71,3 +71,18 @@ def test_packs_are_as_exact_as_rows_alone(dtype: torch.dtype, cut: dict[str, Any
     assert (got - exact).abs().max() <= 2 * spread.max() and (got - exact).abs().mean() <= 2 * spread.mean()
     assert (gradient - exact_gradient).norm() <= 2 * gradient_spread
     print(f"{torch.cuda.get_device_name()}, {dtype}, {cut}: {(got - exact).abs().max():.3g}, alone {spread.max():.3g}")
+
+
+def test_full_precision_has_no_kernel_and_is_exact() -> None:
+    exact, exact_gradient = row_by_row(build(torch.float32))
+    got, gradient = packed(build(torch.float32), token_budget=400)
+    assert (got - exact).abs().max() <= 1e-4
+    assert (gradient - exact_gradient).norm() <= 1e-4 * exact_gradient.norm()
+
+
+def test_float32_weights_under_autocast_are_as_exact_as_rows_alone() -> None:
+    exact, _ = row_by_row(build(torch.float32))
+    with torch.autocast("cuda", torch.bfloat16):
+        alone, _ = row_by_row(build(torch.float32))
+        got, _ = packed(build(torch.float32), token_budget=400)
+    assert (got - exact).abs().max() <= 2 * (alone - exact).abs().max()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, assert_type
 
 import pytest
@@ -11,6 +12,8 @@ from rlmesh.builders.config import DLJob
 from rlmesh.builders.rl_builder import RLElasticRoleBuilder, RLSimpleRoleBuilder
 from rlmesh.builders.role_builder import ElasticRoleBuilder, SimpleRoleBuilder
 from rlmesh.errors import JobSpecError, UsageError
+from rlmesh.rl.algorithms import PPO
+from rlmesh.rl.trainers.run import Run
 from tests.job import roles
 from tests.job.test_descriptors import fails
 
@@ -200,6 +203,20 @@ def test_rl_roles_without_a_class_are_the_built_in_ones() -> None:
     }  # fmt: skip
     fails(RLJobBuilder().actor().rollout().build, "config: ACTOR, ROLLOUT without a class are built-in roles")
     fails(RLJobBuilder().config({"c1": "v1"}).actor().build, "the configuration is dict")
+    run = Run(model="somewhere", data="rows.jsonl", rewards=[len_of], algorithm=PPO())
+    builder = RLJobBuilder().config(run)
+    builder.trainer()
+    fails(builder.actor().rollout().build, "role CRITIC: is missing: PPO needs .critic()")
+    builder = RLJobBuilder().config(replace(run, algorithm=PPO(kl=0.1)))
+    builder.trainer()
+    fails(
+        builder.actor().critic().build, "role ROLLOUT: is missing: PPO needs .rollout()",
+        "role REFERENCE: is missing: PPO needs .reference()",
+    )  # fmt: skip
+
+
+def len_of(response: str) -> float:
+    return float(len(response))
 
 
 def test_role_names_are_unique_and_valid() -> None:

@@ -20,6 +20,7 @@ from omegaconf import OmegaConf
 from rlmesh import DLConfig, DLJobBuilder, ElasticWorkloadDesc, ResourceDesc, RLJobBuilder, SimpleWorkloadDesc
 from rlmesh.builders.config import DLJob
 from rlmesh.errors import JobSpecError, UsageError
+from rlmesh.job.description.checks import checks_nodes
 from rlmesh.job.description.restart_policy import RestartPolicy
 from rlmesh.job.description.time_limits import TimeLimits
 from rlmesh.job.jsonable import jsonable
@@ -194,6 +195,17 @@ def test_changes_after_build_are_checked_again() -> None:
     )
     with pytest.raises(JobSpecError):
         job.submit("never-starts")
+
+
+@pytest.mark.parametrize(
+    ("wanted", "checked"), [((True, True), True), ((False, True), True), ((False, False), False), ((), True)]
+)
+def test_nodes_are_checked_unless_every_elastic_role_does_without(wanted: tuple[bool, ...], checked: bool) -> None:
+    """A role that needs no check of the nodes does not switch it off for the others."""
+    entry = roles_text("Plain")
+    workloads: dict[str, Any] = {"TRAINER": SimpleWorkloadDesc(entry_point=entry)}
+    workloads |= {f"R{i}": ElasticWorkloadDesc(entry_point=entry, comm_pre_check=on) for i, on in enumerate(wanted)}
+    assert checks_nodes(workloads) is checked
 
 
 async def test_submit_inside_a_loop_names_start() -> None:

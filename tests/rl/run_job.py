@@ -27,4 +27,4 @@ def make(model: str, algorithm: str, placement: Any, devices: int = 0) -> Run:
 
 
 if __name__ == "__main__":
-    make(*sys.argv[1:4], devices=int(sys.argv[4])).submit("trained")
+    make(sys.argv[1], sys.argv[2], sys.argv[3], devices=int(sys.argv[4])).submit("trained")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlmesh.rl import reference
-from rlmesh.rl.algorithms import GRPO, PPO, SFT, Algorithm, Evaluated, OnPolicyDistillation
+from rlmesh.rl.algorithms import GRPO, PPO, SFT, Algorithm, Evaluated, Normalisers, OnPolicyDistillation
 from rlmesh.rl.components import Columns, padded, policy_share, value_share
 from rlmesh.rl.head import TokenTerms
 from rlmesh.rl.packing import pack
@@ -58,7 +59,7 @@ def by_numpy(algorithm: Algorithm, batch: Evaluated, now: torch.Tensor, entropy:
     mask = batch.mask.numpy()
     name = {"ppo": "ppo_clip_loss"}.get(algorithm.policy_loss, f"{algorithm.policy_loss}_loss")
     loss = getattr(reference, name)(
-        now.numpy(), batch.log_probs.numpy(), weights.advantages.numpy(), mask, **algorithm.policy_options
+        now.numpy(), batch.given_log_probs.numpy(), weights.advantages.numpy(), mask, **algorithm.policy_options
     )[0]
     assert batch.ref_log_probs is not None
     kl = reference.kl_estimate(now.numpy(), batch.ref_log_probs.numpy(), mask, algorithm.divergence_estimator)
@@ -129,3 +130,17 @@ def test_a_critic_without_returns_is_refused() -> None:
     columns = Columns.of(one, batch, SFT().weigh(batch), "cpu", torch.float64)
     with pytest.raises(ValueError, match="no returns"):
         value_share(values[one.rows, one.places], columns, tokens=1.0, clip=None)
+
+
+@pytest.mark.parametrize("algorithm", [GRPO(), GRPO(loss="gspo"), GRPO(loss="cispo"), SFT()])
+def test_without_old_log_probs_the_ratio_is_measured_from_the_pass_itself(algorithm: Algorithm) -> None:
+    log_probs = torch.randn(6, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    rows = torch.tensor([0, 0, 1, 1, 1, 2])
+    numbers = torch.linspace(-1, 1, 6, dtype=torch.float64)
+    given = Columns(rows, log_probs.detach(), numbers, numbers.abs(), numbers.abs(), torch.zeros_like(numbers))
+    found = []
+    for columns in (given, replace(given, old_log_probs=None)):
+        terms = TokenTerms(log_probs, torch.zeros_like(log_probs))
+        share, statistics = policy_share(terms, columns, Normalisers(2.0, 3.0, 1.0), algorithm)
+        found.append((share, *torch.autograd.grad(share, log_probs), *statistics.values()))
+    torch.testing.assert_close(found[0], found[1], atol=0, rtol=0)

@@ -53,7 +53,9 @@ def test_a_mapping_is_a_run() -> None:
     assert Run.from_config({**GOOD, "rollout": "vllm"}).rollout.engine == "vllm"
     assert Run.from_config({**GOOD, "algorithm": "reinforce++"}).algorithm == ReinforcePlusPlus()
     alone = Run.from_config({**GOOD, "algorithm": GRPO(samples=2), "rewards": is_a, "actor": ActorSettings(ranks=3)})
-    assert (alone.algorithm, alone.scored[0].function, alone.actor.ranks) == (GRPO(samples=2), is_a, 3)
+    reward = alone.scored[0]
+    assert isinstance(reward, Reward)
+    assert (alone.algorithm, reward.function, alone.actor.ranks) == (GRPO(samples=2), is_a, 3)
 
 
 def test_overrides_come_last_and_make_sections() -> None:
@@ -136,7 +138,9 @@ def test_a_python_file_defines_run_and_its_functions_can_be_imported(
         """)
     )
     run = Run.from_config(tmp_path / "my_training.py", ["steps=3"])
-    assert run.steps == 3 and run.scored[0].function.__module__ == "my_training"
+    reward = run.scored[0]
+    assert isinstance(reward, Reward)
+    assert run.steps == 3 and reward.function.__module__ == "my_training"
     assert Run.from_config({**GOOD, "rewards": ["my_training:longer"]}).scored[0].name == "longer"
     monkeypatch.delitem(sys.modules, "my_training")
 
@@ -220,6 +224,7 @@ def test_all_faults_come_in_one_message_with_the_nearest_names() -> None:
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
+        ({"algorithm": "tests.rl.test_config:Foresight"}, "Foresight needs future, which no role gives"),
         ({"algorithm": "rloo"}, "'rloo' is a variant of GRPO: write {name: grpo, advantage: rloo}"),
         ({"algorithm": "gpro"}, "there is no algorithm 'gpro'; did you mean 'grpo'?"),
         ({"algorithm": {"samples": 4}}, "algorithm.name is missing"),
@@ -239,6 +244,14 @@ def test_each_fault_is_told(changes: dict[str, Any], said: str) -> None:
     with pytest.raises(UsageError) as raised:
         Run.from_config({**GOOD, **changes})
     assert said in str(raised.value)
+
+
+class Foresight(ReinforcePlusPlus):
+    """An algorithm that needs what no role gives."""
+
+    @property
+    def needs(self) -> Any:
+        return frozenset({"future"})
 
 
 def wants_too_much(respons: str, ground_truth: str) -> float:

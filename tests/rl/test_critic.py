@@ -37,8 +37,9 @@ def critic() -> ValueModel:
     model = ValueModel(make("qwen2").base_model).double()
     generator = torch.Generator().manual_seed(5)
     with torch.no_grad():
-        model.head.weight.copy_(torch.randn(1, 32, generator=generator, dtype=torch.float64))
-        model.head.bias.fill_(0.3)
+        head: Any = model.head
+        head.weight.copy_(torch.randn(1, 32, generator=generator, dtype=torch.float64))
+        head.bias.fill_(0.3)
     return model
 
 
@@ -155,7 +156,8 @@ def test_an_engine_trains_values_to_the_returns() -> None:
     last = padded([np.roll(episode.ids, 1) for episode in DRAWN.episodes])
     weights = replace(PPO(value_clip=None).weigh(batch), returns=torch.sin(last.double()))
     columns = [Columns.of(one, batch, weights, "cpu", torch.float32) for one in [*packs, EMPTY]]
-    layer = engine.plain.backbone.layers[0].mlp.up_proj.weight
+    plain: Any = engine.plain
+    layer = plain.backbone.layers[0].mlp.up_proj.weight
     start = layer.detach().clone()
     tokens = float((weights.policy > 0).sum())
 
@@ -190,9 +192,9 @@ def test_a_critic_begins_with_a_new_head_or_with_that_of_a_reward_model(tmp_path
 
     from tests.engines.training_model import build_policy
 
-    policy = build_policy()
+    policy: Any = build_policy()
     policy.save_pretrained(tmp_path / "policy")
-    made = value_model(str(tmp_path / "policy"))
+    made: Any = value_model(str(tmp_path / "policy"))
     assert (made.head.weight == 0).all()
     assert torch.equal(made.backbone.embed_tokens.weight, policy.model.embed_tokens.weight)
     policy.config.num_labels = 1
@@ -202,7 +204,8 @@ def test_a_critic_begins_with_a_new_head_or_with_that_of_a_reward_model(tmp_path
     assert torch.equal(made.head.weight, scorer.score.weight)
     policy.config.num_labels = 3
     Qwen2ForSequenceClassification(policy.config).save_pretrained(tmp_path / "classes")
-    assert (value_model(str(tmp_path / "classes")).head.weight == 0).all()
+    made = value_model(str(tmp_path / "classes"))
+    assert (made.head.weight == 0).all()
 
 
 def test_a_batch_without_returns_is_refused() -> None:

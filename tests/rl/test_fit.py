@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -26,7 +25,7 @@ from rlmesh.rl.packing import pack
 from rlmesh.rl.trainers.fit import HEADROOM, PROCESS_BYTES, fit, training_bytes
 from rlmesh.rl.trainers.full_packs import episode_of, fullest_pack
 from rlmesh.rl.trainers.run import Run
-from rlmesh.rl.trainers.settings import ActorSettings, RolloutSettings
+from rlmesh.rl.trainers.settings import ActorSettings, CriticSettings, RolloutSettings
 from rlmesh.rl.trainers.tensor_count import TensorCount
 
 TOLERANCE = 0.10
@@ -184,9 +183,8 @@ def test_gpus_are_predicted_without_one(folder: Path) -> None:
 
 
 def test_a_critic_is_predicted_by_its_own_settings(folder: Path) -> None:
-    run: Any = SimpleNamespace(
-        **{**vars(run_of(folder)), "algorithm": PPO(), "critic": ActorSettings(token_budget=300, ranks=2)}
-    )
+    critic_settings = CriticSettings(token_budget=300, ranks=2)
+    run = Run(**{**vars(run_of(folder)), "algorithm": PPO(), "critic": critic_settings})
     (critic,) = (role for role in fit(run, 2**34).roles if role.role == "CRITIC")
     model = AutoModel.from_config(Qwen2Config.from_pretrained(folder), dtype=torch.float32)
     prepare(model)
@@ -208,13 +206,12 @@ def test_a_critic_is_predicted_by_its_own_settings(folder: Path) -> None:
 
 def test_roles_that_share_a_device_take_turns(folder: Path) -> None:
     def found(room: int, **more: Any) -> Any:
-        run: Any = SimpleNamespace(**{**vars(run_of(folder)), "devices_per_node": 1, **more})
-        return fit(run, room)
+        return fit(Run(**{**vars(run_of(folder)), "devices_per_node": 1, **more}), room)
 
     two = 2 * PROCESS_BYTES["cuda"]
-    assert found(two).largest > 0  # each has a device for itself
-    assert found(two, placed="shared").largest == 0  # two processes alone fill the device
-    assert found(2**31, placed="shared").fits
+    assert found(two, placement="separate").largest > 0  # each has a device for itself
+    assert found(two, placement="shared").largest == 0  # two processes alone fill the device
+    assert found(2**31, placement="shared").fits
 
 
 def test_sharded_engines_hold_their_share(folder: Path) -> None:

@@ -1,11 +1,14 @@
 from __future__ import annotations
 
+from unittest import mock
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlmesh.rl.head import chunk_size, chunked_log_probs, entropy, token_log_probs
+from rlmesh.rl import head
+from rlmesh.rl.head import TILE_BYTES, chunked_log_probs, entropy, tile_columns, token_log_probs
 
 
 def plain(
@@ -17,9 +20,15 @@ def plain(
     return chosen[0], entropy(logits.unsqueeze(0), mask, temperature=temperature)[0]
 
 
-@given(st.integers(1, 9), st.integers(1, 12), st.booleans(), st.sampled_from([0.5, 1.0, 1.7]), st.integers(0, 2**31))
-def test_chunks_give_the_values_and_gradients_of_the_plain_head(
-    count: int, chunk: int, with_bias: bool, temperature: float, seed: int
+UPS = st.sampled_from([(True, True), (True, False), (False, True)])
+
+
+@given(
+    st.integers(1, 9), st.integers(1, 12), st.integers(1, 13), st.booleans(), st.sampled_from([0.5, 1.0, 1.7]), UPS,
+    st.integers(0, 2**31),
+)  # fmt: skip
+def test_tiles_give_the_values_and_gradients_of_the_plain_head(
+    count: int, chunk: int, columns: int, with_bias: bool, temperature: float, used: tuple[bool, bool], seed: int
 ) -> None:
     generator = torch.Generator().manual_seed(seed)
 
@@ -29,25 +38,48 @@ def test_chunks_give_the_values_and_gradients_of_the_plain_head(
     hidden, weight = normal(count, 4).requires_grad_(), normal(11, 4).requires_grad_()
     bias = normal(11).requires_grad_() if with_bias else None
     tokens = torch.randint(0, 11, (count,), generator=generator)
-    up, up_entropy = normal(count), normal(count)
+    up_log_probs, up_entropy = normal(count), normal(count)
     inputs = [x for x in (hidden, weight, bias) if x is not None]
-    chunked = chunked_log_probs(hidden, weight, tokens, bias=bias, temperature=temperature, chunk_tokens=chunk)
+    with mock.patch.object(head, "tile_columns", lambda *_: columns):
+        chunked = chunked_log_probs(hidden, weight, tokens, bias=bias, temperature=temperature, chunk_tokens=chunk)
+        terms = [term * up for term, up, use in zip(chunked, (up_log_probs, up_entropy), used, strict=True) if use]
+        got = torch.autograd.grad([term.sum() for term in terms], inputs)
     expected = plain(hidden, weight, tokens, bias, temperature)
     for mine, theirs in zip(chunked, expected, strict=True):
         torch.testing.assert_close(mine, theirs, atol=1e-9, rtol=1e-9)
-    got = torch.autograd.grad((chunked.log_probs * up + chunked.entropy * up_entropy).sum(), inputs)
-    wanted = torch.autograd.grad((expected[0] * up + expected[1] * up_entropy).sum(), inputs)
+    whole = [term * up for term, up, use in zip(expected, (up_log_probs, up_entropy), used, strict=True) if use]
+    wanted = torch.autograd.grad([term.sum() for term in whole], inputs)
     torch.testing.assert_close(got, wanted, atol=1e-9, rtol=1e-9)
 
 
-def test_a_token_that_was_ruled_out_spoils_neither_entropy_nor_gradients() -> None:
-    hidden = torch.randn(3, 4, dtype=torch.float64, requires_grad=True)
+@pytest.mark.parametrize("columns", [1, 2, 5])
+def test_a_token_that_was_ruled_out_spoils_neither_entropy_nor_gradients(columns: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(3, 4, dtype=torch.float64, generator=generator).requires_grad_()
+    weight = torch.randn(5, 4, dtype=torch.float64, generator=generator)
     bias = torch.zeros(5, dtype=torch.float64)
-    bias[2] = -torch.inf
-    terms = chunked_log_probs(hidden, torch.randn(5, 4, dtype=torch.float64), torch.tensor([0, 1, 4]), bias=bias)
-    (terms.log_probs + terms.entropy).sum().backward()
-    assert terms.entropy.isfinite().all()
-    assert hidden.grad is not None and hidden.grad.isfinite().all()
+    bias[2:4] = -torch.inf
+    tokens = torch.tensor([0, 1, 4])
+    with mock.patch.object(head, "tile_columns", lambda *_: columns):
+        terms = chunked_log_probs(hidden, weight, tokens, bias=bias)
+        got = torch.autograd.grad((terms.log_probs + terms.entropy).sum(), hidden)
+    kept = torch.tensor([0, 1, 4])
+    expected = plain(hidden, weight[kept], torch.arange(3), None, 1.0)
+    torch.testing.assert_close(tuple(terms), expected)
+    torch.testing.assert_close(got, torch.autograd.grad([term.sum() for term in expected], hidden))
+
+
+def test_under_autocast_both_passes_compute_in_its_dtype() -> None:
+    generator = torch.Generator().manual_seed(0)
+    hidden, weight = torch.randn(6, 8, generator=generator), torch.randn(30, 8, generator=generator)
+    hidden.requires_grad_()
+    with torch.autocast("cpu", torch.bfloat16):
+        terms = chunked_log_probs(hidden, weight, torch.arange(6))
+    (got,) = torch.autograd.grad(terms.log_probs.sum(), hidden)
+    narrow = hidden.detach().bfloat16().requires_grad_()
+    same = chunked_log_probs(narrow, weight.bfloat16(), torch.arange(6))
+    torch.testing.assert_close(tuple(terms), tuple(same), atol=0, rtol=0)
+    torch.testing.assert_close(got.bfloat16(), *torch.autograd.grad(same.log_probs.sum(), narrow), atol=0, rtol=0)
 
 
 def test_half_precision_is_reduced_in_single() -> None:
@@ -72,10 +104,11 @@ def test_no_tokens_give_no_terms_and_zero_gradients() -> None:
     assert weight.grad is not None and (weight.grad == 0).all()
 
 
-def test_the_logits_of_one_chunk_fit_into_the_limit() -> None:
-    assert chunk_size(152_000, torch.bfloat16, limit_bytes=2**28) == 441
-    assert chunk_size(152_000, torch.float64, limit_bytes=2**28) == 220
-    assert chunk_size(10**9, torch.float32, limit_bytes=2**20) == 1
+def test_the_logits_of_one_tile_fit_into_the_limit() -> None:
+    assert tile_columns(1024, 152_000, torch.bfloat16, "cpu") == TILE_BYTES["cpu"] // (1024 * 4)
+    assert tile_columns(1024, 152_000, torch.float64, "cpu") == TILE_BYTES["cpu"] // (1024 * 8)
+    assert tile_columns(1 << 20, 152_000, torch.float32, "cpu") == 256
+    assert tile_columns(1, 50, torch.float32, "cuda") == 50
 
 
 def test_wrong_arguments_are_refused() -> None:

@@ -10,7 +10,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from rlmesh.rl import prefix
 from rlmesh.rl.balance import fill, spread_evenly
 from rlmesh.rl.packing import Pack, pack
-from rlmesh.rl.prefix import PrefixLayout, packed_attention
+from rlmesh.rl.prefix import PrefixLayout, kernel_dtype, packed_attention
 from tests.rl.episodes import Episodes, episodes_of, groups_of_episodes
 
 sizes_drawn = st.lists(st.integers(0, 40), max_size=20)
@@ -123,6 +123,25 @@ def reference_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Ten
         )
         results.append(part[0].transpose(0, 1))
     return torch.cat(results)
+
+
+@given(drawn=groups_of_episodes())
+def test_a_layout_for_the_kernel_serves_full_precision_too(drawn: Episodes) -> None:
+    one = pack(drawn.episodes, token_budget=10_000, groups=drawn.groups).by_rank[0][0]
+    x = torch.randn(2, len(one), 8, dtype=torch.float64, generator=torch.Generator().manual_seed(drawn.seed))
+    layout = PrefixLayout.of(one.segments, "meta")  # as on any device but the CPU
+    for _ in range(2):
+        got = packed_attention(x, x, x, layout)
+        torch.testing.assert_close(got, reference_attention(x, x, x, one), atol=1e-12, rtol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_kernel_computes_in_half_precision_only(dtype: torch.dtype) -> None:
+    x = torch.zeros(1, 1, 8, dtype=dtype)
+    assert kernel_dtype(x) is None
+    assert kernel_dtype(x.half()) == torch.float16
+    with torch.autocast("cpu", torch.bfloat16):
+        assert kernel_dtype(x) == torch.bfloat16, "rotary embeddings make float32 of what autocast computed"
 
 
 def test_the_layout_of_another_pack_is_refused() -> None:

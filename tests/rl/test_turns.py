@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ def overlaps(events: Sequence[Event]) -> list[str]:
     """A sentence for each part that wakes while another is awake."""
     awake: set[tuple[str, str]] = set()
     found = []
-    for at, member, part, event, *_ in sorted(events):
+    for at, member, part, event, *_ in sorted(events, key=tuple):
         if event == "sleeps":
             awake.discard((member, part))
             continue
@@ -42,7 +43,7 @@ def test_two_that_are_awake_are_found() -> None:
 def recorded(turns: Turns, *names: str) -> list[str]:
     seen: list[str] = []
     for name in names:
-        turns.add(name, wake=lambda n=name: seen.append(f"{n} wakes"), sleep=lambda n=name: seen.append(f"{n} sleeps"))
+        turns.add(name, wake=partial(seen.append, f"{name} wakes"), sleep=partial(seen.append, f"{name} sleeps"))
         turns.sleep()
     seen.clear()
     return seen

@@ -18,9 +18,9 @@ def make_tokenizer(folder: Path, *, template: str | None = None, words: list[str
 
     known = {word: place for place, word in enumerate(words or WORDS)}
     tokenizer = Tokenizer(WordLevel(known, unk_token="<pad>"))
-    tokenizer.pre_tokenizer = Split(Regex("."), "isolated")  # type: ignore[assignment]
+    tokenizer.pre_tokenizer = Split(Regex("."), "isolated")
     made = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<end>")
-    made.chat_template = template  # type: ignore[assignment]
+    made.chat_template = template
     made.save_pretrained(folder)
     return made
 

@@ -61,7 +61,7 @@ def bytes_of(role: Any, part: str) -> int:
     if part == "training":
         tensors = list(role.engine._memory())
     elif part == "rollout":
-        engine = role.engine if isinstance(role, RolloutRole) else role.rollout_engine
+        engine: Any = role.engine if isinstance(role, RolloutRole) else role.rollout_engine
         tensors = list(engine.model.parameters())
     else:
         model = role.policy.model if isinstance(role, ReferenceRole) else role.reference.model

@@ -55,10 +55,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tokenizer.pre_tokenizer = Split(Regex(";"), "isolated")
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<end>")
     torch.manual_seed(0)
+    labels: dict[str, Any] = {"num_labels": 1}
     config = SmolLM3Config(
         vocab_size=len(words), hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2, max_position_embeddings=64, pad_token_id=0, eos_token_id=1, bos_token_id=None,
-        num_labels=1,
+        **labels,
     )  # fmt: skip
     for name, kind in (("model", SmolLM3ForCausalLM), ("judge", SmolLM3ForSequenceClassification)):
         kind(config).save_pretrained(root / name)
@@ -128,7 +129,7 @@ def config_of(folder: Path, **changes: Any) -> Any:
 
 
 def trainer(config: Any, workers: dict[Role, Any] | None = None, pools: Any = None, **options: Any) -> RayPPOTrainer:
-    workers = workers or {Role.ActorRollout: ActorRolloutRefWorker, Role.Critic: CriticWorker}
+    workers = workers or {Role.ActorRolloutRef: ActorRolloutRefWorker, Role.Critic: CriticWorker}
     pools = pools or ResourcePoolManager({"all": [2]}, dict.fromkeys(workers, "all"))
     return RayPPOTrainer(config, None, workers, pools, reward_fn=gsm8k.compute_score, **options)
 
@@ -167,7 +168,7 @@ def test_settings_come_from_the_keys(folder: Path) -> None:
 def test_epochs_become_steps(folder: Path) -> None:
     from transformers import AutoTokenizer
 
-    workers: dict[Role, Any] = {Role.ActorRollout: ActorRolloutRefWorker, Role.Critic: CriticWorker}
+    workers: dict[Role, Any] = {Role.ActorRolloutRef: ActorRolloutRefWorker, Role.Critic: CriticWorker}
     made = RayPPOTrainer(
         config_of(folder, **{"trainer.total_training_steps": "null", "trainer.total_epochs": 3}),
         AutoTokenizer.from_pretrained(folder / "model"), workers,
@@ -220,9 +221,31 @@ def test_wrong_roles_are_refused(folder: Path) -> None:
     assert "ActorRolloutRefWorker cannot be Role.Critic" in text
 
 
+def test_an_estimator_that_needs_a_critic_is_refused_without_one(folder: Path) -> None:
+    with pytest.raises(UsageError, match="adv_estimator='gae' needs a critic: add"):
+        trainer(config_of(folder), {Role.ActorRollout: ActorRolloutRefWorker})
+
+
+def test_a_divergence_needs_a_reference(folder: Path) -> None:
+    workers: dict[Role, Any] = {Role.ActorRollout: ActorRolloutRefWorker, Role.Critic: CriticWorker}
+    with pytest.raises(UsageError, match=r"the KL divergence needs a reference: add Role\.RefPolicy"):
+        trainer(config_of(folder), workers)
+
+
+def test_a_reward_model_is_named_and_switched_on(folder: Path) -> None:
+    workers: dict[Role, Any] = {Role.ActorRolloutRef: ActorRolloutRefWorker, Role.Critic: CriticWorker}
+    workers[Role.RewardModel] = RewardModelWorker
+    with pytest.raises(UsageError, match=r"Role\.RewardModel, but reward_model\.enable is not set"):
+        trainer(config_of(folder), workers)
+    with pytest.raises(UsageError, match=r"reward_model\.model\.path is missing"):
+        trainer(config_of(folder, **{"reward_model.enable": "true", "reward_model.model.path": "null"}), workers)
+
+
 def test_unread_keys_are_named(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
-    trainer(config_of(folder, **{"actor_rollout_ref.actor.fsdp_config.offload": "true"}))
+    changes = {"actor_rollout_ref.actor.fsdp_config.offload": "true", "trainer.default_local_dir": "here"}
+    trainer(config_of(folder, **changes))
     assert "change nothing here: data.tokenizer, actor_rollout_ref.actor.fsdp_config.offload" in caplog.text
+    assert "trainer.default_local_dir" in caplog.text
 
 
 def test_plain_objects_are_configurations_too(folder: Path) -> None:
@@ -236,13 +259,14 @@ def test_plain_objects_are_configurations_too(folder: Path) -> None:
 
 
 def test_roles_are_open() -> None:
+    role_of: Any = Role
     assert [role.name for role in Role][:7] == [
         "Actor", "Rollout", "ActorRollout", "Critic", "RefPolicy", "RewardModel", "ActorRolloutRef",
     ]  # fmt: skip
-    assert (Role.Critic.value, Role(3), Role["Critic"]) == (3, Role.Critic, Role.Critic)
+    assert (Role.Critic.value, role_of(3), Role["Critic"]) == (3, Role.Critic, Role.Critic)
 
     class MyRole(Role):
-        Judge = 9
+        Judge: Any = 9
 
     assert MyRole.Actor is Role.Actor and MyRole.Judge.value == 9 and not hasattr(Role, "Judge")
     assert isinstance(MyRole.Judge, Role) and MyRole.Judge in MyRole

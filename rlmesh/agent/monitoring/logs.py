@@ -1,8 +1,8 @@
 """Log files of members: their paths, their last lines, and following all of them as one stream.
 
 A member's standard output and error *are* its log file, opened for appending: the file has everything even after
-SIGKILL, and a slow reader never blocks the member. Nothing here writes to the files. Of a line that was written over,
-such as a progress bar, readers give the last state.
+SIGKILL, and a slow reader never blocks the member. Nothing here writes to the files. If a line was overwritten, as a
+progress bar does, readers return its last state only.
 """
 
 from __future__ import annotations

@@ -45,7 +45,10 @@ def end_tasks_without_memory(loop: asyncio.AbstractEventLoop) -> None:
 
 
 def _task(loop: asyncio.AbstractEventLoop, work: Coroutine[Any, Any, Any], **options: Any) -> asyncio.Task[Any]:
-    return asyncio.Task(_watched(work), loop=loop, **options)
+    task = asyncio.Task(_watched(work), loop=loop, **options)
+    # A task that is cancelled before its first step never awaits the work, which would warn of it.
+    task.add_done_callback(lambda _: work.close())
+    return task
 
 
 async def _watched(work: Coroutine[Any, Any, Any]) -> Any:

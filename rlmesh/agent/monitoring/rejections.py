@@ -13,7 +13,8 @@ __all__ = ["RejectionReporter", "RejectionSums"]
 
 EVERY_S = 1.0
 AGAIN_TICKS = 30
-"""Counts that do not change are reported again after so many seconds, since there may be another master by then."""
+"""Counts that do not change are reported again after this many ticks of ``EVERY_S``: there may be another master by
+then."""
 
 
 class RejectionReporter:

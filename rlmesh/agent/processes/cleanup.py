@@ -46,7 +46,8 @@ class MemberGroups:
         except OSError as error:
             return f"{self._folder}: {error.strerror}"
         try:
-            # Fails if processes live in the group itself, unless it is the root group: then there are no limits.
+            # The kernel refuses this for a group that has processes itself, except the root group. Members of such a
+            # group run without memory limits.
             for folder in (self._own, self._folder):
                 _write(f"{folder}/cgroup.subtree_control", "+memory")
             self._limits = True
@@ -63,7 +64,8 @@ class MemberGroups:
             os.makedirs(folder, exist_ok=True)
             if self._limits and spec.memory_limit_bytes:
                 _write(f"{folder}/memory.max", str(spec.memory_limit_bytes))
-                _write(f"{folder}/memory.oom.group", "1")  # a member of which single processes are killed hangs
+                # Kill the whole group: a member that lost only some of its processes would hang.
+                _write(f"{folder}/memory.oom.group", "1")
         except OSError as error:
             logger.warning("%s has no control group: %s: %s", spec.name, folder, error.strerror)
             return ""

@@ -95,7 +95,7 @@ def end(folder: str, wait_s: float = 2.0) -> bool:
 
 
 def sweep(own: str, lives: Callable[[str], bool]) -> None:
-    """Remove groups without processes, which a job leaves whose agent and guardian were killed at the same moment.
+    """Remove groups without processes. A job leaves them if its agent and guardian were killed at the same moment.
 
     Args:
         lives: returns whether a node has any process, given ``<job_id>/<node>``. Such a process may be about to enter a

@@ -16,12 +16,11 @@ Protocol:
 * SIGTERM: end the job here, giving the agent ``grace_s``. Where signals are shared
   (``ownership.SHARED_SIGNALS``) SIGTERM is left to the driver, as SIGINT, SIGUSR1 and SIGUSR2 always are.
 
-The agent gets the same line on its own standard input, which also stays open; a second line before its end
-gives the seconds that the agent has to end its members. The agent writes its log to
+The agent gets the same line on its own standard input, which also stays open. Before the guardian closes it, it may
+write a second line: the seconds that the agent has to end its members. The agent writes its log to
 ``<run_dir>/logs/agent-<rank>.log`` and a last line of JSON to its standard output. Lines before it,
 ``{"lease_until": 512.5, "members": [17, 19], "frozen": false}``, give the CLOCK_BOOTTIME until which its members may
-run
-without another such line, and their process numbers: an agent that was stopped, and so cannot end them itself,
+run without another such line, and their process numbers: an agent that was stopped, and so cannot end them itself,
 is killed soon after that. ``null`` as the time means that no member runs. A guardian that stood still itself first
 stops the members and gives the agent time to write another line, since the agent and the master may have stood still as
 well. An agent that reports ``frozen`` has stopped the members itself.
@@ -49,7 +48,7 @@ TYPE_CHECKING = False
 if TYPE_CHECKING or __name__ != "__main__":
     from rlmesh import private_files
     from rlmesh.agent.processes import control_groups, ownership, stopped
-else:  # a script without sys.path: neither site-packages nor the package itself
+else:  # run by python -I -S: the package cannot be imported, so its files are loaded from their folders
     sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
     import control_groups
     import ownership
@@ -143,7 +142,8 @@ class Guardian:
                 self.why = f"no configuration came on standard input within {CONFIG_WAIT_S:.0f} s"
                 return False
             if not any(fd == 0 for fd, _ in poller.poll(0 if driver_gone else int(left * 1000) + 1)):
-                if driver_gone:  # a configuration that came before is read first: it names the folders to remove
+                # What the driver wrote before it died has been read: a configuration names the folders to remove.
+                if driver_gone:
                     self.why = "the driver is gone before its configuration came"
                     return False
                 continue
@@ -203,7 +203,9 @@ class Guardian:
             left = 60.0 if deadline is None else deadline - time.monotonic()
             if left <= 0 or self._is_lease_over() or self._is_agent_stopped():
                 return
-            left = min(left, stopped.LOOK_S)  # also since maybe only the parent's number shows that the driver is gone
+            # Wake up regularly, to look for stopped processes, and because without a descriptor of the driver only the
+            # changed parent's number shows that the driver is gone.
+            left = min(left, stopped.LOOK_S)
             if self._lease_ends is not None:
                 left = min(left, 0.5)  # the poll's clock stands still while the machine is suspended
             ready = {fd for fd, _ in poller.poll(int(left * 1000) + 1)}

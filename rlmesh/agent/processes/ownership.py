@@ -301,7 +301,8 @@ def remove_folder(path: str, held: int | None) -> bool:
 def remove_job_file(path: str, socket_dir: str) -> None:
     """Remove the job file and its folder, which also has the nodes' socket folders, with the last node.
 
-    The driver does this, but it may be gone. While another node is left, the master may be restarted.
+    The driver does this, but it may be gone. Nothing is removed while another node is left: a restarted master still
+    needs the file.
     """
     folder = os.path.dirname(path)
     if not path or not socket_dir or os.path.dirname(socket_dir) != folder:

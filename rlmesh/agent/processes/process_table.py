@@ -120,8 +120,9 @@ class ProcessTable:
         return True
 
     async def stop(self, child: Child, grace_s: float) -> Ended:
-        """Send SIGTERM once, a reminder after ``REMIND`` of the grace, then SIGKILL (without grace: at once).
-        ``end_orphans`` ends the processes that the child leaves behind.
+        """Send SIGTERM; after the share ``REMIND`` of the grace the signal `ownership.REMINDER`, if the child handles
+        it; after the grace SIGKILL (without grace: at once). ``end_orphans`` ends the processes that the child leaves
+        behind.
 
         Raises:
             TimeoutError: SIGKILL did not end the child within 5 s (it waits in the kernel).
@@ -176,8 +177,9 @@ class ProcessTable:
     def _orphans(self) -> list[Process]:
         """Running processes below unknown children; dead ones among these children are reaped.
 
-        Whatever the table starts has a session of its own, and a process cannot come back from it. A child in this
-        process's session was therefore started by a library here, such as multiprocessing's resource tracker.
+        Every process that the table starts leads a session of its own, and neither it nor its descendants can return to
+        this process's session. A child in this process's session was therefore started by a library here, such as
+        multiprocessing's resource tracker.
         """
         own, session = os.getpid(), os.getsid(0)
         pids: set[int] = set()

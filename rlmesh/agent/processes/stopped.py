@@ -2,7 +2,7 @@
 
 A death is known at once, but a stopped process looks alive. A stopped member is noticed by its callers' deadlines and
 by the master; a stopped master, zygote or agent would delay others for minutes. Checks are counted instead of seconds:
-a checker that stood still itself, as all processes do that a batch system suspends, did not check.
+if a batch system suspends the whole job, the checker is suspended too, and that time must not count.
 """
 
 from __future__ import annotations

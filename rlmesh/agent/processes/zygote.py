@@ -134,7 +134,7 @@ def _serve_preloaded(agent: int, preload: Sequence[str]) -> int:
 def _serve(sock: socket.socket, agent: int, ready: Ready) -> int:
     """Answer requests; return 0 when the agent is gone, and in a forked worker what the worker returns."""
     gc.collect()
-    gc.freeze()  # keeps these objects: no collection in a worker copies their pages
+    gc.freeze()  # a garbage collection in a worker would otherwise write to these objects' pages, and so copy them
     _send(sock, asdict(ready))
     while (payload := _receive(sock)) is not None:
         try:

@@ -44,7 +44,7 @@ class ChaosHooks:
             self._waiting.append((member, method, kill))
 
     def served(self) -> None:
-        """Wrap the methods that wait: the members are served from now on."""
+        """Wrap the methods that were named before the members were served. Call it once they are."""
         self._is_served = True
         waiting, self._waiting = self._waiting, []
         for member, method, kill in waiting:

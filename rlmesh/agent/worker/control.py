@@ -134,9 +134,11 @@ class Orders:
             self._runtime.run_main()
 
     def _next(self) -> Order | None:
-        """Take the next order and set the phase that begins with it. Under the lock: the sender of an order either sees
-        that it was not taken yet and ends `run_main`, or that it is under way. Otherwise it could end the thread that
-        serves calls during ``run()``."""
+        """Take the next order and set the phase that begins with it.
+
+        Both happen under the lock that `give` takes too. So `give` finds the phase "serving" while its order waits, and
+        ends `run_main`, or finds "running", and does not end the thread that serves calls during ``run()``.
+        """
         with self._lock:
             if not self._queue:
                 self.phase = "serving"
@@ -186,8 +188,8 @@ class Orders:
             self.give("end")
 
     def pass_on(self, name: str) -> None:
-        """Call the member's own handler of this signal, of which the job had notice, once. Where signals are shared,
-        the member got the signal already."""
+        """Call the member's own handler of the signal by which the job got notice that it must end; once. Where signals
+        are shared, the member got the signal already."""
         number = signal.Signals.__members__.get(name)
         if number in NOTICES and not ownership.signals_are_shared():
             handler = signal.getsignal(number)
@@ -207,7 +209,7 @@ class Orders:
             raise Terminated
         self.ask_to_stop("SIGTERM")
         self._runtime.post(self._remind)
-        self.give("end", now=True)  # while run() runs: taken when it returns
+        self.give("end", now=True)  # if run() is running, the main thread takes this order when run() has returned
 
     def _remind(self) -> None:
         asyncio.get_running_loop().call_later(self._grace_s * TERM_PATIENCE, _signal_main, ownership.REMINDER)
@@ -257,8 +259,8 @@ class Control:
 
     @rpc
     async def teardown(self, stop: StopRequest | None = None) -> None:
-        """Call ``teardown()`` when ``run()`` has returned and the queued methods are done, then end; before
-        it ``on_stop(stop)`` if the job was stopped before its end."""
+        """Call ``teardown()`` when ``run()`` has returned and the queued methods are done, then end. If the job was
+        stopped before its end, ``on_stop(stop)`` is called before ``teardown()``."""
         self._orders.last_stop = stop
         self._orders.give("end")
 

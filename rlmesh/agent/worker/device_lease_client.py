@@ -81,7 +81,8 @@ class _Request:
                 self._answer.set_result(replace(self._granted, waited_s=waited_s))
             return
         asked = self._link.ask(node, max(0.0, self._deadline - clock.now()))
-        if self._answer.cancelled():  # the canceller has returned the nodes that it knew of
+        # Whoever cancelled has returned the devices of all nodes, but maybe before this node was asked.
+        if self._answer.cancelled():
             asked.cancel()
             self._link.give_back([node])
             return

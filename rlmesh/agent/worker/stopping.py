@@ -31,8 +31,8 @@ class Stopping:
         self._step: int | None = None
 
     def ask(self, request: StopRequest) -> None:
-        """Set the request and release waiting boundaries. The first request stays, but a stop at the next boundary,
-        whatever step the others are at, replaces a stop at a step."""
+        """Set the request and release waiting boundaries. Later requests are ignored, with one exception: a stop at the
+        next boundary (``step`` is None) replaces a stop at a given step."""
         with self._changed:
             self._held = False
             if self._request is None or (request.step is None and self._request.step is not None):

@@ -95,7 +95,7 @@ BOOK_WAIT_S = 30.0
 
 
 def forked_main(payload: bytes, agent: int) -> int:
-    """Make a fork of the zygote a member, whose pickled specification is ``payload``; return its exit code."""
+    """Become a member, in a fork of the zygote; return the exit code. ``payload``: a pickled `WorkerSpec`."""
     spec: WorkerSpec = pickle.loads(payload)
     _use_null_input()
     log = open_log(spec.log_path)
@@ -109,7 +109,7 @@ def forked_main(payload: bytes, agent: int) -> int:
 
 
 def exec_main(agent: int) -> int:
-    """Make a new program, with its specification on standard input, a member; return its exit code."""
+    """Become a member, in a new program; return the exit code. Standard input has a pickled `WorkerSpec`."""
     with os.fdopen(os.dup(0), "rb") as file:
         spec: WorkerSpec = pickle.load(file)
     _use_null_input()
@@ -126,7 +126,8 @@ def _use_null_input() -> None:
 def _become(spec: WorkerSpec, agent: int) -> int:
     if not become_member(agent, _comm(spec)):
         return 1
-    if spec.cgroup and (why := control_groups.enter(spec.cgroup)):  # before anything is started that would stay outside
+    # First of all: processes that are started before this would stay outside of the group.
+    if spec.cgroup and (why := control_groups.enter(spec.cgroup)):
         print_error(f"{spec.name}: it has no control group of its own: {why}")
     os.environ[ownership.MEMBER_MARK] = f"{spec.role}:{spec.rank}:{spec.incarnation}"
     faulthandler.enable(2)
@@ -160,7 +161,7 @@ def _link_logs(spec: WorkerSpec) -> None:
         try:
             link.symlink_to(Path(spec.log_path).name)
         except FileExistsError:
-            pass  # made by the process before
+            pass  # made by an earlier incarnation of this member
         except OSError as error:
             print_error(f"{spec.name}: {link} could not be made: {error}")
 

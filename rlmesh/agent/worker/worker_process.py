@@ -56,13 +56,13 @@ def bound_exit(code: int, grace_s: float) -> None:
     timer.daemon = True
     try:
         timer.start()
-    except (RuntimeError, MemoryError):  # no thread can be had any more: the kernel ends it then
+    except (RuntimeError, MemoryError):  # no thread can be started: let the kernel end the process, by SIGALRM
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
         signal.setitimer(signal.ITIMER_REAL, grace_s)
 
 
 def memory_limits(error: BaseException) -> str:
-    """The memory limits that a failed allocation had."""
+    """A text with the process's memory limits and its peak, if the error is a MemoryError; else empty."""
     if not isinstance(error, MemoryError):
         return ""
     names = {"RLIMIT_AS": resource.RLIMIT_AS, "RLIMIT_DATA": resource.RLIMIT_DATA}

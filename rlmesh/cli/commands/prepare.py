@@ -37,5 +37,6 @@ def run(options: argparse.Namespace) -> int:
     except ImportError as error:
         raise UsageError(f"{error}; pip install 'rlmesh[data,torch]'") from error
     for split, count in found.items():
-        print(f"{options.target / split}.parquet: {count} rows")
+        said = f"{count} rows" if count else "not written, since its rows have no right answers"
+        print(f"{options.target / split}.parquet: {said}")
     return 0

@@ -102,7 +102,8 @@ def _details(members: list[MemberStatus]) -> str:
 
 
 def _restarted(members: list[MemberStatus]) -> str:
-    """The number of restarts: of all members alike, as after restarts of the role or the job, or of some."""
+    """A text: how often the role was restarted, if that is the same for all members; else how often each member was
+    restarted. Empty without a restart."""
     often = Counter({f"rank {member.rank}": member.incarnation for member in members if member.incarnation})
     if not often:
         return ""

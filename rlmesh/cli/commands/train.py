@@ -50,7 +50,7 @@ def run(options: argparse.Namespace) -> int:
     try:
         return _run(options)
     except UsageError as error:
-        # Not masked as others' words are: max_tokens and token_budget are no secrets.
+        # Printed without masking of secrets, which would hide settings such as max_tokens and token_budget.
         _say(f"rlmesh train: {error}", err=True)
         return 2
 

@@ -15,6 +15,7 @@ from rlmesh.job.nearest_name import did_you_mean
 
 __all__ = [
     "call_problems",
+    "checks_nodes",
     "collocation_problems",
     "driver_problems",
     "fusion_problems",
@@ -90,6 +91,15 @@ def mask_problems(workloads: Mapping[str, BaseWorkloadDesc], global_env: Mapping
         for name in MASKS
         if name in workloads[role].envs
     ]
+
+
+def checks_nodes(workloads: Mapping[str, BaseWorkloadDesc]) -> bool:
+    """True if nodes are checked before the start: an elastic role wants it (``comm_pre_check``), or there is none.
+
+    All nodes are checked before members are placed, so there is one check for all roles.
+    """
+    wanted = [workload.comm_pre_check for workload in workloads.values() if isinstance(workload, ElasticWorkloadDesc)]
+    return any(wanted) or not wanted
 
 
 def driver_problems(workloads: Mapping[str, BaseWorkloadDesc]) -> list[str]:

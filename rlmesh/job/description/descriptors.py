@@ -192,7 +192,8 @@ class ElasticWorkloadDesc(BaseWorkloadDesc):
     environment, and leaves ``init_process_group`` to the role, as torchrun does.
 
     Attributes:
-        comm_pre_check: check the nodes' communication before the group starts.
+        comm_pre_check: check limits and connections of all nodes before the job starts. The check is left out if
+            every elastic role of the job has ``False`` here.
     """
 
     backend: Literal["elastic"] = "elastic"

@@ -117,7 +117,7 @@ def needs_preload(entry: EntryPoint, main_path: str, roots: Sequence[str], prelo
     module = entry.module or "__main__"
     starts = [(module, start)] if start is not None else list(_local_files(module, "", folders))
     if not starts:
-        return True  # an installed module, or one that does not exist: then nothing is lost by waiting
+        return True  # an installed module, whose imports are unknown here, or one that does not exist: wait
 
     def follow(module: str, found: Import) -> Iterable[_Module] | None:
         top, _, rest = module.partition(".")
@@ -165,7 +165,7 @@ def _scan(starts: Iterable[_Module], follow: _Follow, *, nested: bool) -> bool:
 
 
 def _on_demand(module: str, found: Import, files: Sequence[_Module]) -> tuple[str, Import] | None:
-    """The import by which a local module gets a name that it imports when the name is first used."""
+    """The import that a local module with ``__getattr__`` runs when the name is first used; None for other names."""
     path = next((path for name, path in files if name == module), None)
     source, attribute = lazy_source(path, found.attribute) if path is not None else ("", "")
     if path is None or not source:

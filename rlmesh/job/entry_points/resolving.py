@@ -144,7 +144,8 @@ def _argument_problem(callee: Callee, path: Path) -> tuple[str, ...]:
 
 
 def _find(facts: ModuleFacts, module: str, name: str, depth: int = 8) -> tuple[Callee | None, ModuleFacts, str]:
-    """Return the definition of a name, followed through imports, its module's facts, and the module's name.
+    """Follow a name through imports; return its definition, the facts of the module that has it, and that module's
+    name.
 
     The definition is ``None`` if the sources do not show it.
     """
@@ -188,7 +189,7 @@ def _local_root(module: str, path: Path) -> Path | None:
     return None if root in _installed_folders() else root
 
 
-@cache  # Python puts the paths together anew at each question, which takes longer than all else of an entry point.
+@cache  # sysconfig computes the paths at each call, which takes longer than everything else about an entry point
 def _installed_folders() -> frozenset[Path]:
     names = ("stdlib", "platstdlib", "purelib", "platlib")
     return frozenset(Path(sysconfig.get_path(name)).resolve() for name in names)

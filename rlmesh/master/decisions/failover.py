@@ -114,7 +114,7 @@ class FailoverCoordinator:
 def _exhausted(what: str, more: str, counted: Sequence[RestartRecord], failure: FailureInfo, now: float) -> FailureInfo:
     first = counted[0] if counted else None
     cause = first.cause if first is not None else failure.message
-    origin = first.failure if first is not None else failure  # later failures may be consequences of it
+    origin = first.failure if first is not None else failure  # later failures may be consequences of the first
     since = f", {now - first.at:.0f} s ago" if first is not None else ""
     message = (
         f"{what} first failure{since}: {cause}\n"

@@ -57,7 +57,7 @@ class FailureHandler:
         return bool(self._failures)
 
     def check(self, now: float) -> None:
-        """Settle the failures if no better explanation is expected."""
+        """Decide what follows from the failures (restart or end) if no better explanation is expected any more."""
         if self._failures.settled(now, self._context.graph) and self._state.undecided:
             self.settle(now)
 

@@ -2,16 +2,17 @@
 
 When a process dies, others notice: their calls to it raise, their process group breaks. Such errors may reach
 the master before the agent has reported the death itself. So a failure that may be a consequence waits a
-moment (``Limits.settle_s``) for a better explanation. A failure's weight says how well it explains itself:
+moment (``Limits.settle_s``) for a better explanation. Each failure has a weight from 1 to 3: the smaller, the more
+likely it is the first cause and no consequence:
 
 1. a process that was killed or exited silently: nothing inside the job explains it;
 2. an exception of a member's own code, a failed start, a missed deadline;
 3. an exception that came out of a call to another member.
 
-A failure **explains** another one of larger weight if the two are connected: the other member called the failed one,
-directly or through others, or shares a process group or a device with it. Failures without an explanation are ordered
-by time, and the oldest of them is the first cause. A completed restart of a member without connection to the failure
-explains nothing.
+A failure **explains** another one with a larger number in this list if the two are connected: the other member called
+the failed one, directly or through others, or shares a process group or a device with it. Failures without an
+explanation are ordered by time, and the oldest of them is the first cause. A completed restart of a member without
+connection to the failure explains nothing.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ class Weight(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class RankedFailure:
-    """One failure, with how well it explains itself.
+    """One failure, with its weight: the smaller, the more likely it is the first cause.
 
     Attributes:
         blames: names of the members whose calls its exception came from.
@@ -128,9 +129,9 @@ def explains(cause: RankedFailure, failure: RankedFailure, graph: CallGraph) -> 
 def led_to(failure: RankedFailure, restarts: Sequence[RestartRecord], graph: CallGraph) -> list[FailureInfo]:
     """Return the failures of restarted members that caused an exception out of a call, oldest first.
 
-    Such a restart was in progress, or just completed, when the exception was raised, and concerned a member that the
-    failed member called (any member, if its calls are unknown); or it is the last loss of a member that the exception
-    names.
+    A restart counts in two cases. It was in progress, or just completed, when the exception was raised, and included a
+    member that the failed member called (any member, if its calls are unknown). Or the exception says that a member was
+    lost, and the restart is the last one of that member before the exception.
     """
     at, reached = failure.info.at, _reached(failure, graph)
     found = []

@@ -162,7 +162,7 @@ class Scheduler:
             restart=restart,
             resume=spec.resume,
             lease_agents=lease_agents,
-            # Without real devices, the request only balances the nodes.
+            # In a job of device type CPU, the memory asked for is no limit: it only balances the nodes.
             memory_limit_bytes=placement.memory_bytes if spec.demand.device_type == "GPU" else 0,
         )
 

@@ -1,10 +1,10 @@
 """The master's side of the agents' leases: which nodes have been silent for so long that nothing runs on them. No I/O.
 
-An agent ends its members when it got no renewal for the length of its lease, counted from its request. The master gives
-a node up only ``MARGIN_S`` after the end of a lease that began when the master last renewed it, which is later on any
-clock. The margin is for ending the members: the agent's grace, or the guardian if the agent is stopped. A restarted
-master does not know when its predecessor last renewed, so it counts from its own start. Time in which the master itself
-was suspended does not count, because it could not hear any agent.
+An agent ends its members when it got no renewal for the length of its lease, counted from its request. The master
+counts the same lease from the moment in which it answered, which is always later than the request, and gives the node
+up ``MARGIN_S`` after that lease's end. The margin is for ending the members: the agent's grace, or the guardian if the
+agent is stopped. A restarted master does not know when its predecessor last renewed, so it counts from its own start.
+Time in which the master itself was suspended does not count, because it could not hear any agent.
 """
 
 from __future__ import annotations

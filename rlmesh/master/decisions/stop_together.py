@@ -29,7 +29,7 @@ class StopTogether:
     Attributes:
         grace_s: between SIGTERM and SIGKILL if the time is up.
         reason: who gave notice; empty without a notice.
-        ends_at: when the time is up, and the job is stopped at any step.
+        ends_at: when the time is up. The job is stopped then, whatever step each driver is at.
         request: what the drivers were told.
         reached: step at which each driver stopped.
         within_s: time between the notice and ``ends_at``.

@@ -1,5 +1,5 @@
-"""Activities of members that their states do not show: busy without an answer, stopped, calls that run on after a
-cancel.
+"""Activities of members that their states do not show: busy and not answering, stopped by a signal, still running a
+call that was cancelled.
 
 Agents inspect the processes of their node from outside; members report calls that run on. None of this is part of the
 job's state: a restarted master asks again.

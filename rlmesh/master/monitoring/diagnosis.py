@@ -183,7 +183,8 @@ class DiagnosisManager:
         moving: list[Quiet] = []
         for key, answer in self.state.answers.items():
             for_s, doing = quiet_for(answer.progress, now - answer.at)
-            if not doing and answer.silent_since is not None:  # a new activity keeps the member from answering
+            # Its last answer named no activity: something that began afterwards keeps it from answering.
+            if not doing and answer.silent_since is not None:
                 for_s, doing = now - answer.silent_since, self._silent(key)
                 doing += f" ({answer.looks})" if answer.looks else ""
             if doing:

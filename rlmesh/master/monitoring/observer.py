@@ -1,7 +1,7 @@
 """Observation of a job for people: the call graph, the event log, the incidents.
 
-The observer gets every event after the job manager has handled it, and changes nothing that the job manager decides
-by: the graph and the list of incidents in the job's context belong to the observer.
+The observer gets every event after the job manager has handled it, and changes nothing on which the job manager's
+decisions depend. In the job's context, only the graph and the list of incidents are the observer's to change.
 """
 
 from __future__ import annotations

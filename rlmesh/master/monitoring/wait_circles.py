@@ -1,9 +1,9 @@
 """Deadlock detection: members that wait for each other in a circle. No I/O: reports of waits in, circles out.
 
 The graph has two kinds of vertices. A *holder* is a running call, a ``setup()`` or a ``run()`` that waits for answers:
-it continues only when it has all of them. A *queued call* begins when any of the holders before it has ended. A process
-that is not known to wait may continue, and with it all that depend on it; the vertices left when no more can continue
-wait for ever.
+it continues only when it has all of them. A *queued call* begins when any of the holders before it has ended. The
+search starts from the processes that are not known to wait: they can continue. It removes, step by step, each vertex
+that can continue once those removed before have ended. The vertices that remain wait for ever.
 
 Such a state ends only by a deadline or a cancellation. A report of that may still be on its way, so a circle counts
 only if each of its processes has reported it a second time after it was first found.

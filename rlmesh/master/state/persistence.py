@@ -64,7 +64,7 @@ class Persistence:
         """Write the rows that changed.
 
         Args:
-            rows: all rows by key: a value that changes with the row, and a function that makes the row.
+            rows: for all rows, key → (a value that changes whenever the row does, a function that makes the row).
 
         Returns:
             a future: True when the rows are written, False if they could not be.

@@ -77,7 +77,7 @@ def from_plain(value: object, kind: object) -> Any:
         return _codec(kind)[1](value)
     except SchemaError:
         raise
-    except (ValueError, TypeError, RecursionError) as error:  # a class that refuses its own fields
+    except (ValueError, TypeError, RecursionError) as error:  # also from the record's own __init__ or __post_init__
         raise SchemaError(f"a record of {_name(kind)} cannot be read: {error}") from error
 
 

@@ -43,7 +43,8 @@ class Incident:
         stacks: the stacks of each living member.
         last_lines: the ends of the members' logs.
         steps: the step of each member.
-        doing: activity of members that their states do not show: busy without an answer, stopped, running on.
+        doing: what members do that their states do not show: busy and not answering, stopped by a signal, still running
+            a call that was cancelled.
         events: entries of ``events.jsonl``, oldest first.
         outcome: empty while it is open.
         config: the job's description.

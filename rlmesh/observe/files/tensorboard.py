@@ -9,10 +9,10 @@ each ``tensorflow.Event`` protocol buffer. Of that message this module writes fi
     Summary  1 value repeated Value
     Value    1 tag string    2 simple_value float
 
-A restarted member repeats some steps. Readers drop a tag's values from a step on when that
-step comes again: the fast reader always does, the one in Python does if the file says version 1 and the step lies
-before the last event's. So the file says version 1, and a bare event, one step after all others, announces repeated
-steps.
+A restarted member repeats some steps. When a step comes again, readers drop a tag's earlier values from that step on.
+The fast reader always does so; the reader in Python only if the file says version 1 and the last event has a later
+step. So the file says version 1, and before repeated steps an empty event is written whose step is one above all
+earlier ones.
 """
 
 from __future__ import annotations

@@ -96,7 +96,7 @@ class PlainView:
         if self._out.drain():
             self._err.drain()
         else:
-            self._err.drain(0.1)  # it is likely the same reader
+            self._err.drain(0.1)  # stdout's reader takes nothing, and stderr's is likely the same: do not wait long
 
     def _say(self, status: JobStatus, text: str) -> None:
         age = max(0.0, self._clock() - status.started_at)

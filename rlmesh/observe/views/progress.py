@@ -77,7 +77,7 @@ class JobProgress:
 
     @property
     def step(self) -> int | None:
-        """The latest step that a member with its own progress reported."""
+        """The step of the latest report; once a role has reported ``step_time_s``, only such reports count."""
         return None if self.latest is None else self.latest.step
 
     @property

@@ -51,7 +51,8 @@ class Lines:
             if self._stream is not None and self._left:
                 self._stream.flush()  # other writers' text in the stream comes first
             while self._stream is not None and self._left and can_write(self._fd):
-                # Whole lines, since other processes may write to the same pipe in between, above all standard error.
+                # Write whole lines: other processes may write to the same pipe in between, above all if it is standard
+                # error.
                 end = self._left.rfind(b"\n", 0, PIECE_BYTES) + 1 or PIECE_BYTES
                 del self._left[: os.write(self._fd, self._left[:end])]
         except (OSError, ValueError):  # a broken pipe, a closed file

@@ -27,7 +27,8 @@ in the order of bus ids, separated by commas."""
 def usable_devices(gpus: Sequence[GpuFacts], env: Mapping[str, str]) -> tuple[tuple[Device, ...], tuple[str, ...]]:
     """The devices that a job may use, and notes for people on those that it may not.
 
-    Devices are in the order of CUDA_VISIBLE_DEVICES, without it in that of bus ids, the slices of a GPU in its place.
+    Devices are in the order of CUDA_VISIBLE_DEVICES, or of bus ids if it is not set. The slices of a divided GPU stand
+    where the GPU would.
     Devices with a fault, and those that RLMESH_EXCLUDE_DEVICES names, are included with the fault set: they are known
     and not used.
     """

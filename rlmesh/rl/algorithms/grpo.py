@@ -48,16 +48,17 @@ class GRPO(Algorithm):
     Attributes:
         samples: responses per prompt, ≥ 2.
         advantage: how the responses of a group are compared.
-        loss: term, clip bounds and aggregation of a published variant.
+        loss: a published variant, which sets the loss term, the clip bounds and the aggregation.
         aggregation, clip_low, clip_high: ``None``: those of the variant.
         dual_clip: see :func:`rlmesh.rl.losses.ppo_clip_loss`; for the term of PPO only.
         kl: weight of the divergence from the reference in the loss; 0 needs no reference.
-        kl_estimator: of that divergence. Its gradient is unbiased with every estimator.
+        kl_estimator: estimates the value of that divergence; its gradient is unbiased with every choice.
         correction: weights for the difference between engine and trainer: ``None``, a level, or a
             :class:`rlmesh.rl.correction.Correction`.
         entropy: weight of the entropy bonus.
-        k: of ``pass_at_k``.
-        constant: divisor per response of the aggregation ``constant``: usually the most tokens of a response.
+        eps: added to the standard deviation of a group; for the advantage ``grpo`` only.
+        k: responses of which one must be right; for the advantage ``pass_at_k`` only.
+        constant: divisor per response; for the aggregation ``constant`` only. Usually the most tokens of a response.
         overlong: (token limit, number of tokens before it over which a penalty grows to 1), or ``None``
             (:func:`overlong_penalty`).
         skip_cut_off: responses that a limit cut off take no part in the loss ("overlong filtering").
@@ -74,6 +75,7 @@ class GRPO(Algorithm):
     kl_estimator: KLEstimator = "k3"
     correction: Level | Correction | None = None
     entropy: float = 0.0
+    eps: float = 1e-6
     k: int = 1
     constant: float | None = None
     overlong: tuple[int, int] | None = None
@@ -88,8 +90,8 @@ class GRPO(Algorithm):
         ]
         if self.samples < 2 and self.advantage not in ("remax", "reinforce++"):
             faults.append(f"samples={self.samples}: at least 2 responses per prompt, or there is nothing to compare")
-        if self.kl < 0 or self.entropy < 0:
-            faults.append(f"kl={self.kl} and entropy={self.entropy} must be ≥ 0")
+        if self.kl < 0 or self.entropy < 0 or self.eps <= 0:
+            faults.append(f"kl={self.kl} and entropy={self.entropy} must be ≥ 0, and eps={self.eps} > 0")
         if not faults and (self._aggregation == "constant") != (self.constant is not None):
             faults.append(f"constant={self.constant}: the aggregation 'constant', and no other, takes it (> 0)")
         if self.advantage == "pass_at_k" and not 1 <= self.k <= self.samples:
@@ -110,6 +112,10 @@ class GRPO(Algorithm):
         if self.advantage == "remax":
             wanted.append("greedy")
         return frozenset(wanted)
+
+    @property
+    def reads_log_probs(self) -> bool:
+        return self.correction is not None
 
     @property
     def policy_options(self) -> Mapping[str, Any]:
@@ -146,7 +152,7 @@ class GRPO(Algorithm):
             mask = mask & ~batch.cut_off.unsqueeze(1)
         weights, metrics = mask.double(), {}
         if isinstance(self.correction, Correction):
-            corrected = correct(batch.log_probs, batch.sampled_log_probs, mask, self.correction)
+            corrected = correct(batch.given_log_probs, batch.sampled_log_probs, mask, self.correction)
             metrics = {
                 "correction/weight_mean": float(corrected.weights.sum() / corrected.mask.sum().clamp(min=1)),
                 "correction/bounded": float(corrected.bounded.sum() / mask.sum().clamp(min=1)),
@@ -169,7 +175,7 @@ class GRPO(Algorithm):
 
         groups, valid = batch.groups, batch.valid
         ways: dict[Advantage, Callable[[], Tensor]] = {
-            "grpo": lambda: by_group.grpo(rewards, groups, valid=valid),
+            "grpo": lambda: by_group.grpo(rewards, groups, eps=self.eps, valid=valid),
             "dr_grpo": lambda: by_group.dr_grpo(rewards, groups, valid=valid),
             "rloo": lambda: by_group.rloo(rewards, groups, valid=valid),
             "opo": lambda: by_group.opo(rewards, groups, batch.lengths, valid=valid),

@@ -64,6 +64,10 @@ class _TokenLevel(Algorithm):
         return frozenset(["reference"]) if self.kl or self.kl_loss else frozenset()
 
     @property
+    def reads_log_probs(self) -> bool:
+        return "reference" in self.needs or self.correction is not None
+
+    @property
     def policy_options(self) -> Mapping[str, Any]:
         return {"clip_low": self.clip_low, "clip_high": self.clip_high, "dual_clip": self.dual_clip}
 
@@ -87,15 +91,15 @@ class _TokenLevel(Algorithm):
         from rlmesh.rl.masking import masked_mean
 
         mask, metrics = batch.usable, {}
-        kl = torch.zeros_like(batch.log_probs, dtype=torch.float64)
+        kl = torch.zeros_like(mask, dtype=torch.float64)
         if batch.ref_log_probs is not None:
-            kl = kl_estimate(batch.log_probs.double(), batch.ref_log_probs.double(), mask, "k1")
+            kl = kl_estimate(batch.given_log_probs.double(), batch.ref_log_probs.double(), mask, "k1")
             metrics["kl"] = float(masked_mean(kl, mask))
         rewards = token_rewards(batch.rewards.double(), kl, mask, coefficient=self.kl)
         advantages, returns = self._advantages(rewards, batch)
         weights = mask.double()
         if isinstance(self.correction, Correction):
-            corrected = correct(batch.log_probs, batch.sampled_log_probs, mask, self.correction)
+            corrected = correct(batch.given_log_probs, batch.sampled_log_probs, mask, self.correction)
             weights, mask = corrected.weights.double(), corrected.mask
         return aggregated(
             batch.mask,
@@ -117,7 +121,7 @@ class PPO(_TokenLevel):
     Attributes:
         lam: λ of GAE, in [0, 1].
         whiten: scale the advantages of the batch to mean 0 and variance 1.
-        value_clip: of the critic's loss (:func:`rlmesh.rl.losses.value_clip_loss`); ``None``: no clipping.
+        value_clip: clip range of the critic's loss (:func:`rlmesh.rl.losses.value_clip_loss`); ``None``: no clipping.
     """
 
     lam: float = 0.95

@@ -55,7 +55,8 @@ class Evaluated:
         groups: ``[episodes]``, equal for episodes of one prompt.
         rewards: ``[episodes]``, float64; undefined where not valid.
         valid: ``[episodes]``, False where the reward failed or abstained.
-        log_probs: ``[episodes, time]``, by the trainer's weights before the step.
+        log_probs: ``[episodes, time]``, by the trainer's weights before the step; ``None`` for an algorithm that does
+            not read them (`Algorithm.reads_log_probs`).
         sampled_log_probs: ``[episodes, time]``, by the engine when it sampled, of the whole vocabulary.
         ref_log_probs: ``[episodes, time]``, by the reference policy, for an algorithm that needs it.
         values: ``[episodes, time]``, before each token was sampled, for an algorithm that needs a critic.
@@ -67,7 +68,7 @@ class Evaluated:
     groups: Tensor
     rewards: Tensor
     valid: Tensor
-    log_probs: Tensor
+    log_probs: Tensor | None
     sampled_log_probs: Tensor
     ref_log_probs: Tensor | None = None
     values: Tensor | None = None
@@ -78,6 +79,15 @@ class Evaluated:
     def usable(self) -> Tensor:
         """``[episodes, time]``, the policy's tokens of episodes that have a reward."""
         return self.mask & self.valid.unsqueeze(1)
+
+    @property
+    def given_log_probs(self) -> Tensor:
+        """``log_probs``, for an algorithm that reads them."""
+        if self.log_probs is None:
+            raise ValueError(
+                "the batch has no log-probabilities of the trainer: reads_log_probs of the algorithm must be True"
+            )
+        return self.log_probs
 
     @property
     def lengths(self) -> Tensor:
@@ -177,6 +187,13 @@ class Algorithm:
     def needs(self) -> frozenset[Need]:
         """The inputs that `Evaluated` must have besides rewards and log-probabilities."""
         return frozenset()
+
+    @property
+    def reads_log_probs(self) -> bool:
+        """True if `weigh` reads the trainer's log-probabilities, which takes a forward pass before the step. Otherwise
+        the first forward pass of the step gives those that the ratio is measured from, unless the step has several
+        minibatches: the log-probabilities of all of them are those before the first optimizer step."""
+        return True
 
     @property
     def policy_options(self) -> Mapping[str, Any]:

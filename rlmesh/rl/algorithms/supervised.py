@@ -13,6 +13,10 @@ __all__ = ["SFT", "BehaviourCloning", "OnPolicyDistillation"]
 class SFT(Algorithm):
     """Supervised fine-tuning: cross-entropy of the given responses; every token has the same weight."""
 
+    @property
+    def reads_log_probs(self) -> bool:
+        return False
+
     def weigh(self, batch: Evaluated) -> TokenWeights:
         return TokenWeights.of(batch.mask, likelihood=1.0)
 
@@ -27,6 +31,10 @@ class BehaviourCloning(Algorithm):
 
     samples: int = 8
     at_least: float = 1.0
+
+    @property
+    def reads_log_probs(self) -> bool:
+        return False
 
     def weigh(self, batch: Evaluated) -> TokenWeights:
         good = batch.valid & (batch.rewards >= self.at_least)
@@ -50,7 +58,7 @@ class OnPolicyDistillation(Algorithm):
 
         if batch.ref_log_probs is None:
             raise ValueError("the batch has no log-probabilities of the teacher: give the run a reference")
-        advantages = sampled_reverse_kl_advantages(batch.log_probs, batch.ref_log_probs, batch.mask)
+        advantages = sampled_reverse_kl_advantages(batch.given_log_probs, batch.ref_log_probs, batch.mask)
         tokens = max(float(batch.mask.sum()), 1.0)
         metrics = {"teacher_kl": -float(advantages.sum()) / tokens}
         return TokenWeights.of(

@@ -10,6 +10,6 @@
 from __future__ import annotations
 
 from rlmesh.rl.data.dataset import Prompt, RLHFDataset
-from rlmesh.rl.data.loader import Mixture, PromptLoader
+from rlmesh.rl.data.loader import Mixture, PromptLoader, load_prompts
 
-__all__ = ["Mixture", "Prompt", "PromptLoader", "RLHFDataset"]
+__all__ = ["Mixture", "Prompt", "PromptLoader", "RLHFDataset", "load_prompts"]

@@ -1,7 +1,8 @@
-"""Rows of parquet, JSON-lines and JSON files."""
+"""Rows of parquet, JSON-lines (also compressed by gzip) and JSON files."""
 
 from __future__ import annotations
 
+import gzip
 import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -9,11 +10,11 @@ from typing import Any
 
 from rlmesh.errors import UsageError
 
-__all__ = ["Row", "expand", "read_rows", "write_parquet"]
+__all__ = ["Row", "expand", "is_data", "read_rows", "write_parquet"]
 
 Row = dict[str, Any]
 
-SUFFIXES = (".parquet", ".jsonl", ".json")
+SUFFIXES = (".parquet", ".jsonl", ".jsonl.gz", ".json")
 
 
 def expand(files: str | Path | Sequence[str | Path]) -> list[Path]:
@@ -26,19 +27,24 @@ def expand(files: str | Path | Sequence[str | Path]) -> list[Path]:
     for given in [files] if isinstance(files, (str, Path)) else files:
         path = Path(given).expanduser()
         if path.is_dir():
-            inside = sorted(child for child in path.iterdir() if child.suffix in SUFFIXES)
+            inside = sorted(child for child in path.iterdir() if is_data(child))
             if not inside:
                 raise UsageError(f"the folder {path} has no {', '.join(SUFFIXES)} file")
             found += inside
         elif not path.exists():
             raise UsageError(f"there is no data file {path}{_similar(path)}")
-        elif path.suffix not in SUFFIXES:
+        elif not is_data(path):
             raise UsageError(f"{path} cannot be read: the suffix must be one of {', '.join(SUFFIXES)}")
         else:
             found.append(path)
     if not found:
         raise UsageError("no data file given")
     return found
+
+
+def is_data(path: Path) -> bool:
+    """True if the name of a file is that of a data file."""
+    return path.name.endswith(SUFFIXES)
 
 
 def read_rows(files: str | Path | Sequence[str | Path]) -> list[Row]:
@@ -49,7 +55,7 @@ def read_rows(files: str | Path | Sequence[str | Path]) -> list[Row]:
     """
     rows: list[Row] = []
     for path in expand(files):
-        rows += _READERS[path.suffix](path)
+        rows += next(read for suffix, read in _READERS.items() if path.name.endswith(suffix))(path)
     return rows
 
 
@@ -88,10 +94,14 @@ def _parquet(path: Path) -> list[Row]:
 
 def _json_lines(path: Path) -> list[Row]:
     rows = []
-    with path.open(encoding="utf-8") as file:
-        for number, line in enumerate(file, 1):
-            if line.strip():
-                rows.append(_mapping(_parsed(line, f"{path}:{number}"), f"{path}:{number}"))
+    opened = gzip.open if path.suffix == ".gz" else open
+    try:
+        with opened(path, "rt", encoding="utf-8") as file:
+            for number, line in enumerate(file, 1):
+                if line.strip():
+                    rows.append(_mapping(_parsed(line, f"{path}:{number}"), f"{path}:{number}"))
+    except (OSError, EOFError, UnicodeDecodeError) as error:
+        raise UsageError(f"{path} cannot be read: {error}") from error
     return rows
 
 
@@ -102,7 +112,7 @@ def _json(path: Path) -> list[Row]:
     return [_mapping(row, f"{path}, row {number}") for number, row in enumerate(whole)]
 
 
-_READERS = {".parquet": _parquet, ".jsonl": _json_lines, ".json": _json}
+_READERS = {".parquet": _parquet, ".jsonl": _json_lines, ".jsonl.gz": _json_lines, ".json": _json}
 
 
 def _parsed(text: str, where: str) -> Any:

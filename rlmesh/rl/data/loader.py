@@ -5,19 +5,20 @@ Nothing has to be saved to resume exactly: the position in the data follows from
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
 from functools import lru_cache
 from itertools import accumulate
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from rlmesh.errors import UsageError
-from rlmesh.rl.data.dataset import Prompt
+from rlmesh.rl.data.dataset import Counts, Prompt, RLHFDataset
 
-__all__ = ["Drawn", "Mixture", "PromptLoader", "Prompts", "order"]
+__all__ = ["Drawn", "Mixture", "PromptLoader", "Prompts", "load_prompts", "order"]
 
 
 class Prompts(Protocol):
@@ -86,7 +87,8 @@ class PromptLoader:
         """The prompt at a position of the endless sequence of epochs."""
         epoch, place = divmod(position, len(self.data))
         index = int(order(self.seed, epoch, len(self.data))[place]) if self.shuffle else place
-        return Drawn((epoch, index), self.data[index])
+        in_epoch = getattr(self.data, "in_epoch", None)
+        return Drawn((epoch, index), in_epoch(epoch, index) if in_epoch else self.data[index])
 
     def steps_of(self, epochs: int) -> int:
         """The number of steps after which ``epochs`` epochs are complete."""
@@ -96,38 +98,80 @@ class PromptLoader:
 class Mixture:
     """Several data sets as one, mixed by weight.
 
-    The mixture has as many prompts as the data sets allow in these proportions without repetition: the data set that is
-    smallest for its weight is used whole, of the others a subset that ``seed`` determines.
+    The data set with the fewest prompts for its weight sets the size of an epoch: each epoch uses all of it, and a part
+    of each other set, in proportion to the weights. The next epoch goes on with the next part; a set is shuffled anew
+    once all of its prompts were used. Which prompts an epoch has depends on ``seed`` and the epoch only.
 
     Args:
         data: the data sets.
-        weights: of each, > 0; ``None``: all prompts, each once.
-        seed: determines which prompts of a larger set are taken.
+        weights: of each, > 0; ``None``: all prompts, each once per epoch.
+        seed: determines which prompts of a larger set an epoch has.
+
+    Attributes:
+        counts: rows read, left out and left, of all data sets together.
 
     Raises:
-        UsageError: no data set, or another number of weights, or one that is not positive.
+        UsageError: no data set, or another number of weights, or one that is not a positive number.
     """
 
     def __init__(self, data: Sequence[Prompts], weights: Sequence[float] | None = None, *, seed: int = 0) -> None:
         if not data:
             raise UsageError("a mixture needs at least one data set")
         shares = [float(len(one)) for one in data] if weights is None else [float(weight) for weight in weights]
-        if len(shares) != len(data) or min(shares) <= 0:
+        if len(shares) != len(data) or not all(0 < share < float("inf") for share in shares):
             raise UsageError(f"{len(data)} data sets need as many weights > 0, got {weights}")
         scarcest = min(len(one) / share for one, share in zip(data, shares, strict=True))
-        self._data = list(data)
-        self._taken = [
-            np.random.default_rng([seed, place]).permutation(len(one))[: max(1, int(scarcest * share + 1e-9))]
-            for place, (one, share) in enumerate(zip(data, shares, strict=True))
-        ]
-        self._ends = list(accumulate(map(len, self._taken)))
+        self._data, self._seed = list(data), seed
+        self._parts = [max(1, int(scarcest * share + 1e-9)) for share in shares]
+        self._ends = list(accumulate(self._parts))
+        each = [counts for one in data if isinstance(counts := getattr(one, "counts", None), Counts)]
+        self.counts = Counts(*(sum(getattr(one, field.name) for one in each) for field in fields(Counts)))
 
     def __len__(self) -> int:
         return self._ends[-1]
 
     def __getitem__(self, index: int) -> Prompt:
+        return self.in_epoch(0, index)
+
+    def in_epoch(self, epoch: int, index: int) -> Prompt:
+        """A prompt of an epoch.
+
+        Raises:
+            IndexError: there is none of this index.
+        """
         if not 0 <= index < len(self):
             raise IndexError(f"prompt {index} of {len(self)}")
-        place = next(place for place, end in enumerate(self._ends) if index < end)
-        before = self._ends[place - 1] if place else 0
-        return self._data[place][int(self._taken[place][index - before])]
+        place = bisect_right(self._ends, index)
+        part, data = self._parts[place], self._data[place]
+        position = epoch * part + index - (self._ends[place] - part)
+        turn, at = divmod(position, len(data))
+        return data[int(_order_of(self._seed, place, turn, len(data))[at])]
+
+
+@lru_cache(maxsize=64)
+def _order_of(seed: int, place: int, turn: int, count: int) -> NDArray[np.int64]:
+    """The order in which a mixture uses the prompts of one of its data sets."""
+    return np.random.default_rng([seed, place, turn]).permutation(count)
+
+
+def load_prompts(data: Any, tokenizer: Any, *, seed: int = 0, **options: Any) -> RLHFDataset | Mixture:
+    """A data set, or a mixture of several.
+
+    Args:
+        data: see `RLHFDataset`; or a mapping of files or folders to their weights, such as
+            ``{"data/gsm8k/train.parquet": 3, "data/math/train.parquet": 1}``.
+        tokenizer: of transformers.
+        seed: of the mixture.
+        options: of `RLHFDataset`.
+
+    Raises:
+        UsageError: see `RLHFDataset` and `Mixture`.
+    """
+    if not isinstance(data, Mapping):
+        return RLHFDataset(data, tokenizer, **options)
+    wrong = [weight for weight in data.values() if isinstance(weight, bool) or not isinstance(weight, (int, float))]
+    if wrong or not data:
+        raise UsageError(
+            f"a mixture is a mapping of files to weights > 0, such as {{'data/train.parquet': 1}}; got {data!r:.200}"
+        )
+    return Mixture([RLHFDataset(files, tokenizer, **options) for files in data], list(data.values()), seed=seed)

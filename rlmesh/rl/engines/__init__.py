@@ -8,6 +8,10 @@
     Tokens from logits.
 ``transformers``
     A rollout engine that needs only torch and transformers.
+``continuous``, ``slots``
+    Its batch, whose rows come and go, and the key-value cache below.
+``lora``
+    `LoraOptions`: adapters that are trained, and served, in place of the weights.
 
 Import from the modules themselves: each needs the library that it is for.
 """

@@ -1,18 +1,45 @@
 """`Growing`: an unfinished response, sampled in one stretch or several. No I/O.
 
-A stretch is a run of tokens that one version samples without interruption. An engine that keeps a request over a push
-ends the request and starts another, with the tokens so far as part of the prompt: `context` is its prompt, and `left`
-its token limit.
+A stretch is a run of tokens that one version samples without interruption. To continue a response after a push, an
+engine ends its request and starts another one, whose prompt includes the tokens so far: `context` is that prompt, and
+`left` the number of tokens that may still come.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from rlmesh import VersionSpans
 from rlmesh.rl.engines.rollout import FinishReason, Sample, SamplingParams
 
-__all__ = ["Growing"]
+__all__ = ["Decode", "Growing", "completes", "decoder"]
+
+Decode = Callable[[Sequence[int]], str]
+"""Token ids → text, special tokens included."""
+
+
+def decoder(tokenizer: Any) -> Decode:
+    """The text of token ids as a tokenizer of transformers sees it, special tokens included."""
+
+    def decode(tokens: Sequence[int]) -> str:
+        text: str = tokenizer.decode(list(tokens), skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        return text
+
+    return decode
+
+
+def completes(tokens: Sequence[int], stop: Sequence[str], decode: Decode) -> bool:
+    """True if the last token completes one of the texts.
+
+    A token has at least one byte of text, so only as many of the last tokens are decoded as the longest text has bytes,
+    and some for the rest of a character.
+    """
+    if not stop or not tokens:
+        return False
+    window = max(len(text.encode()) for text in stop) + 4
+    found = decode(tokens[-window:])
+    return any(text in found for text in stop)
 
 
 class Growing:
@@ -22,12 +49,16 @@ class Growing:
         prompt: the prompt's token ids.
         params: of the request.
         row: index of the response in the request.
+        decode: for the stop texts of the request.
     """
 
-    def __init__(self, prompt: Sequence[int], params: SamplingParams, row: int = 0) -> None:
-        self.prompt, self.params, self.row = list(prompt), params, row
+    def __init__(
+        self, prompt: Sequence[int], params: SamplingParams, row: int = 0, decode: Decode | None = None
+    ) -> None:
+        self.prompt, self.params, self.row, self.decode = list(prompt), params, row, decode
         self.tokens: list[int] = []
         self.log_probs: list[float] = []
+        self.kept_log_mass: list[float] = []
         self.spans = VersionSpans()
         self.finish_reason: FinishReason | None = None
 
@@ -48,15 +79,32 @@ class Growing:
             return None
         return (self.params.seed * 1_000_003 + self.row * 8191 + len(self.tokens)) % (1 << 31)
 
-    def add(self, tokens: Sequence[int], log_probs: Sequence[float], version: int) -> None:
-        """Append tokens that ``version`` sampled."""
-        self.tokens += tokens
-        self.log_probs += log_probs
-        self.spans.add(version, len(tokens))
+    def add(
+        self, tokens: Sequence[int], log_probs: Sequence[float], version: int, kept_log_mass: Sequence[float] = ()
+    ) -> None:
+        """Append tokens that ``version`` sampled. A stop text ends the response: later tokens are dropped.
+
+        Args:
+            kept_log_mass: of each token, if the request truncates the distribution; see `Sample`.
+        """
+        if self.finish_reason is not None:
+            return
+        count = len(tokens)
+        if self.params.stop and self.decode is not None:
+            for place in range(len(tokens)):
+                if completes([*self.tokens, *tokens[: place + 1]], self.params.stop, self.decode):
+                    count = place + 1
+                    self.finish("stop")
+                    break
+        self.tokens += tokens[:count]
+        self.log_probs += log_probs[:count]
+        self.kept_log_mass += kept_log_mass[:count]
+        self.spans.add(version, count)
 
     def finish(self, reason: FinishReason) -> None:
         self.finish_reason = reason
 
     def sample(self) -> Sample:
         """The response so far, as a sample."""
-        return Sample(self.prompt, self.tokens, self.log_probs, self.finish_reason or "abort", self.spans.spans)
+        kept = self.kept_log_mass if self.params.truncates else None
+        return Sample(self.prompt, self.tokens, self.log_probs, self.finish_reason or "abort", self.spans.spans, kept)

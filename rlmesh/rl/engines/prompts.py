@@ -69,12 +69,17 @@ def _checked(row: Any, vocabulary: int | None) -> tuple[list[int], str]:
     return tokens, ""
 
 
-def checked_params(params: object) -> SamplingParams:
+def checked_params(params: object, *, can_decode: bool = True) -> SamplingParams:
     """Raises:
-    UsageError: these are no `SamplingParams`.
+    UsageError: these are no `SamplingParams`, or they have stop texts for an engine that cannot decode.
     """
     if not isinstance(params, SamplingParams):
         raise UsageError(f"params are SamplingParams(max_tokens=…), not {params!r:.80} ({_type(params)})")
+    if params.stop and not can_decode:
+        raise UsageError(
+            f"stop={params.stop!r}: the engine has no tokenizer to find texts with. Make it with tokenizer=…, or give "
+            "stop_token_ids"
+        )
     return params
 
 

@@ -16,10 +16,11 @@ docs/writing-an-engine.md explains how to write an engine. The module has no tor
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from math import inf
 from operator import index
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 from rlmesh import VersionGate, VersionSpans, WeightSink
 
@@ -46,8 +47,16 @@ class SamplingParams:
         top_k: only the k likeliest tokens; 0: all.
         top_p: only the likeliest tokens that together have this probability, in (0, 1].
         stop_token_ids: tokens that end a response, besides the model's own end token.
-        seed: makes a call reproducible: the same weights, prompts and parameters give the same samples, unless other
-            requests or a pause interfere. None: different samples each time.
+        seed: makes a call reproducible: the same weights, prompts and parameters give the same samples, unless a pause
+            (or, with vLLM, another request) interferes. None: different samples each time.
+        min_p: only tokens with at least this share of the likeliest token's probability, in [0, 1) (Nguyen et al. 2024,
+            arXiv:2407.01082); before top_k and top_p.
+        repetition_penalty: > 0; logits of tokens in prompt or response are divided by it if positive, else multiplied
+            (Keskar et al. 2019, arXiv:1909.05858). 1: none.
+        presence_penalty, frequency_penalty: in [-2, 2]; subtracted from the logit of each token of the response, once
+            and as often as the token occurs. Penalties come before the temperature. A policy that is sampled with them
+            is another policy than the trainer's: correct its samples (:mod:`rlmesh.rl.correction`).
+        stop: texts that end a response, with the token that completes one. The engine needs a tokenizer for them.
     """
 
     max_tokens: int
@@ -56,21 +65,42 @@ class SamplingParams:
     top_p: float = 1.0
     stop_token_ids: tuple[int, ...] = ()
     seed: int | None = None
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    stop: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if not self._is_right():
             raise ValueError(
                 "max_tokens must be a whole number ≥ 1, temperature a number ≥ 0, top_k a whole number ≥ 0 (0: all), "
-                f"top_p in (0, 1], stop_token_ids whole numbers, and seed one or None: {self}"
+                "top_p in (0, 1], min_p in [0, 1), repetition_penalty > 0, presence_penalty and frequency_penalty in "
+                "[-2, 2], stop_token_ids whole numbers, stop a tuple of texts that are not empty, and seed a whole "
+                f"number or None: {self}"
             )
 
     def _is_right(self) -> bool:
         try:
             list(map(index, (self.max_tokens, self.top_k, *self.stop_token_ids, self.seed or 0)))
-            sizes = self.max_tokens >= 1 and self.top_k >= 0 and 0 < self.top_p <= 1
-            return sizes and 0 <= self.temperature < inf
+            sizes = self.max_tokens >= 1 and self.top_k >= 0 and 0 < self.top_p <= 1 and 0 <= self.min_p < 1
+            penalties = abs(self.presence_penalty) <= 2 and abs(self.frequency_penalty) <= 2
+            penalties = penalties and 0 < self.repetition_penalty < inf
+            stop: Any = self.stop
+            texts = isinstance(stop, tuple) and all(isinstance(text, str) and text for text in stop)
+            return sizes and penalties and texts and 0 <= self.temperature < inf
         except TypeError:
             return False
+
+    @property
+    def truncates(self) -> bool:
+        """True if tokens are left out of the distribution."""
+        return self.temperature > 0 and (self.top_k > 0 or self.top_p < 1 or self.min_p > 0)
+
+    @property
+    def penalises(self) -> bool:
+        """True if the distribution depends on the tokens so far by more than the model."""
+        return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,10 +110,13 @@ class Sample:
     Attributes:
         prompt_token_ids: the prompt.
         token_ids: the sampled tokens, with the end token if there is one; nothing else is appended.
-        log_probs: one per token, in nats, under the sampling distribution: temperature, top_k and top_p applied; at
-            temperature 0, of the plain softmax.
+        log_probs: one per token, in nats, under the sampling distribution: penalties, temperature, min_p, top_k and
+            top_p applied; at temperature 0, of the softmax of the penalised logits.
         finish_reason: the reason for the end.
         version_spans: (version, first token, token after the last), in order and without gaps, over ``token_ids``.
+        kept_log_mass: one per token, in nats: the log of the probability of all tokens that min_p, top_k and top_p
+            keep. Added to ``log_probs``, it gives log-probabilities of the whole vocabulary, which a trainer compares
+            with its own (:func:`rlmesh.rl.correction.whole_vocabulary`). None: nothing was left out.
     """
 
     prompt_token_ids: list[int]
@@ -91,6 +124,7 @@ class Sample:
     log_probs: list[float]
     finish_reason: FinishReason
     version_spans: list[tuple[int, int, int]]
+    kept_log_mass: list[float] | None = None
 
     @classmethod
     def of(
@@ -113,6 +147,8 @@ class Sample:
                 f"{len(self.token_ids)} tokens need as many log-probs and versions; there are {len(self.log_probs)} "
                 f"log-probs, and the versions are {self.version_spans}"
             )
+        if self.kept_log_mass is not None and len(self.kept_log_mass) != len(self.token_ids):
+            raise ValueError(f"{len(self.token_ids)} tokens need as many masses; there are {len(self.kept_log_mass)}")
 
 
 class RolloutEngine(Protocol):
@@ -145,11 +181,24 @@ class RolloutEngine(Protocol):
         """One sample per prompt, in order. While the engine is paused, new requests wait.
 
         Raises:
-            UsageError: a prompt is empty, or has ids that the model has no embedding for; names the row. Nothing was
-                sampled.
+            UsageError: a prompt is empty, or has ids that the model has no embedding for; names the row. Or stop texts
+                are given, and the engine has no tokenizer. Nothing was sampled.
             WeightsNotReady: there are no weights of a known version, the engine sleeps, or a push that failed during
                 the call destroyed the weights.
             TimeoutError: it took longer than ``timeout_s``; the samples are given up.
+        """
+        ...
+
+    def submit(self, prompt: Sequence[int], params: SamplingParams, *, timeout_s: float = 600.0) -> Future[Sample]:
+        """Start one request; its future has the sample, or the error of `generate`. Requests of any number of calls are
+        sampled together. ``cancel()`` gives a request up.
+
+        Args:
+            timeout_s: limit for the wait until the request is let in, while the engine is paused or takes weights; for
+                the sample, wait with ``result(timeout)``.
+
+        Raises:
+            UsageError, WeightsNotReady: as for `generate`, at once.
         """
         ...
 

@@ -1,16 +1,24 @@
 """`TransformersEngine`: a rollout engine that needs only torch and transformers, and no GPU.
 
-It samples token by token, with a key-value cache, and holds the gate for one token at a time: a flip happens between
-two tokens. The ``pause_mode`` decides about the running batch: it ends (``abort``), it continues with the new weights
-and a recomputed cache (``keep``), or the flip waits for its end (``wait``).
+It samples token by token, with a key-value cache. All requests are sampled together by one thread, which lives as long
+as there are requests: a response that ends makes room for the next (`rlmesh.rl.engines.continuous`). The ``pause_mode``
+decides what running requests do when weights come: they end (``abort``), they continue with the new weights and a
+recomputed cache (``keep``), or the new weights wait until they have ended (``wait``).
+
+The switch to new weights (the *flip*) needs the engine's version gate (`rlmesh.VersionGate`) for itself. With ``abort``
+and ``keep`` the engine holds the gate for one token at a time, so a flip happens between two tokens; with ``wait`` it
+holds the gate until all running requests have ended.
 """
 
 from __future__ import annotations
 
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from concurrent.futures import Future
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -18,29 +26,51 @@ from torch import Tensor, nn
 
 from rlmesh import ModuleSink, VersionGate, WeightSink
 from rlmesh.errors import UsageError, WeightsNotReady, WeightSyncError
-from rlmesh.rl.engines.growing import Growing
+from rlmesh.rl.engines.continuous import ContinuousBatch
+from rlmesh.rl.engines.growing import Growing, decoder
+from rlmesh.rl.engines.lora import LoraOptions, add_adapter
 from rlmesh.rl.engines.prompts import checked_params, checked_rows
 from rlmesh.rl.engines.rollout import PauseMode, Sample, SamplingParams, SleepLevel
-from rlmesh.rl.engines.sampling import draw
 
 __all__ = ["TransformersEngine", "sample_batch"]
 
-Hold = Callable[[], AbstractContextManager[int]]
-"""A context manager that gives the version of the weights, and keeps them unchanged until it exits."""
+GATE_S = 0.2
+"""Seconds after which a wait for the gate is interrupted, to look for requests that were given up."""
+CLOSE_S = 60.0
+"""Seconds that `TransformersEngine.close` waits for the thread that samples."""
+
+
+@dataclass(eq=False)
+class _PendingSample:
+    """A response that somebody waits for."""
+
+    growing: Growing
+    future: Future[Sample] = field(default_factory=Future)
+
+    def finish(self) -> None:
+        if self.future.set_running_or_notify_cancel():
+            self.future.set_result(self.growing.sample())
+
+    def fail(self, error: Exception) -> None:
+        if self.future.set_running_or_notify_cancel():
+            self.future.set_exception(error)
 
 
 class TransformersEngine:
-    """See the module, and `RolloutEngine`.
-
-    Batches of several threads run one after the other.
+    """A rollout engine of torch and transformers; see the module, and `RolloutEngine` for its methods.
 
     Args:
         model: a causal language model of transformers, in eval mode, on a CPU or a GPU.
         pad_token_id: padding of shorter prompts; masked, so any existing token will do.
         stop_token_ids: tokens that end a response. None: those of the model's configuration.
-        pause_mode: treatment of the running batch when weights come.
-        mode: of the sink: `double_buffer` keeps a second set of weights, `in_place` overwrites.
+        tokenizer: for stop texts (`SamplingParams.stop`); has ``decode``.
+        pause_mode: what running requests do when weights come; see the module.
+        mode: where new weights are written: ``double_buffer``: to a second set; ``in_place``: over those in use.
         version: the version of the model's current weights; None: serve nothing before the first push.
+        max_batch: responses that are sampled together; further requests wait for a free slot.
+        lora: the options of the trainer's adapter: the engine adds such an adapter to the model, and takes the
+            adapter's tensors only. The adapter is computed beside the weights, which stay as they are, so that pushes
+            leave no rounding behind.
         who: name in errors, until a receiver sets its own.
     """
 
@@ -48,24 +78,40 @@ class TransformersEngine:
 
     def __init__(
         self, model: nn.Module, *, pad_token_id: int = 0, stop_token_ids: Sequence[int] | None = None,
-        pause_mode: PauseMode = "wait", mode: str = "double_buffer", version: int | None = None,
-        who: str = "the engine", clock: Callable[[], float] = time.monotonic,
+        tokenizer: Any = None, pause_mode: PauseMode = "wait", mode: str = "double_buffer", version: int | None = None,
+        max_batch: int = 64, lora: LoraOptions | None = None, who: str = "the engine",
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:  # fmt: skip
         if mode not in ("double_buffer", "in_place"):
             raise UsageError(f"mode={mode!r}: it is 'double_buffer' or 'in_place'")
-        self.model, self.pause_mode = model, pause_mode
+        given: Any = max_batch
+        if isinstance(given, bool) or not isinstance(given, int) or given < 1:
+            raise UsageError(f"max_batch={max_batch!r}: it is a whole number ≥ 1")
+        stops = _end_tokens(model) if stop_token_ids is None else list(stop_token_ids)
+        self.model = model if lora is None else add_adapter(model, lora).eval()
+        self.pause_mode = pause_mode
         self.gate = VersionGate(who)
         self.gate.set_version(version)
-        self._sink = _Sink(model, mode, self.gate)
+        self._sink = _Sink(self.model, mode, self.gate, lora=lora is not None)
         self._pad, self._clock = pad_token_id, clock
-        self._stops = tuple(_end_tokens(model) if stop_token_ids is None else stop_token_ids)
+        self._decode = None if tokenizer is None else decoder(tokenizer)
         self._vocabulary = _vocabulary_of(model)
-        self._turn = threading.RLock()
         self._paused: PauseMode | None = None
-        self._ending = threading.Event()
         self._asleep: SleepLevel | None = None
         self._closed = False
         self._tokens, self._busy_s = 0, 0.0
+        self._batch = ContinuousBatch(self.model, stop_token_ids=stops, pad=pad_token_id, most_rows=max_batch)
+        self._state = threading.Condition()
+        """Guards the fields below; notified when a request ends or may be let in."""
+        self._queue: deque[_PendingSample] = deque()
+        self._running: dict[Growing, _PendingSample] = {}
+        self._draining = False
+        """True: no request is let in, and a pause waits for the end of those that were."""
+        self._ending = False
+        """True: all requests end at once, with the tokens that they have."""
+        self._thread: threading.Thread | None = None
+        self._seen = 0
+        """The value of the sink's ``changes`` for which the running batch was last prepared."""
 
     @property
     def sink(self) -> WeightSink:
@@ -75,29 +121,162 @@ class TransformersEngine:
     def version(self) -> int | None:
         return self.gate.version
 
+    # Requests.
+
+    def submit(self, prompt: Sequence[int], params: SamplingParams, *, timeout_s: float = 600.0) -> Future[Sample]:
+        (checked,) = checked_rows([prompt], self._vocabulary, what="prompt")
+        return self._let_in([checked], params, timeout_s)[0]
+
     def generate(
         self, prompts: Sequence[Sequence[int]], params: SamplingParams, *, timeout_s: float = 600.0
     ) -> list[Sample]:
-        prompts, params = checked_rows(prompts, self._vocabulary, what="prompt"), checked_params(params)
+        prompts = checked_rows(prompts, self._vocabulary, what="prompt")
         deadline = self._clock() + timeout_s
+        futures = self._let_in(prompts, params, timeout_s)
+        try:
+            return [future.result(max(deadline - self._clock(), 0.0)) for future in futures]
+        except TimeoutError:
+            raise TimeoutError(
+                f"{self.gate.who}: {len(prompts)} samples were not made within {timeout_s:g} s"
+            ) from None
+        finally:
+            for future in futures:
+                future.cancel()
 
-        def hold() -> AbstractContextManager[int]:
-            left = deadline - self._clock()
-            if left <= 0:
-                raise TimeoutError(f"{self.gate.who}: {len(prompts)} samples were not made within {timeout_s:g} s")
-            return self._serving(left)
+    def _let_in(self, prompts: Sequence[list[int]], params: SamplingParams, timeout_s: float) -> list[Future[Sample]]:
+        params = checked_params(params, can_decode=self._decode is not None)
+        if not prompts:
+            return []
+        requests = [_PendingSample(Growing(prompt, params, row, self._decode)) for row, prompt in enumerate(prompts)]
+        deadline = self._clock() + timeout_s
+        with self._state:
+            if not self._state.wait_for(lambda: not self._draining, timeout_s):
+                raise TimeoutError(f"{self.gate.who}: {len(prompts)} samples were not begun within {timeout_s:g} s")
+        # Requests are added within the gate, so that a flip that is under way completes first.
+        with self._serving(max(deadline - self._clock(), 0.0)), self._state:
+            self._queue.extend(requests)
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name=f"rlmesh-{self.gate.who}", daemon=True)
+                self._thread.start()
+        return [request.future for request in requests]
 
-        with self._take_turn(deadline, f"{len(prompts)} samples"):
-            began = self._clock()
-            with hold() if self.pause_mode == "wait" else nullcontext():
-                samples = sample_batch(
-                    self.model, prompts, params, hold=hold, pad_token_id=self._pad,
-                    stop_token_ids=(*self._stops, *params.stop_token_ids), keep=self.pause_mode == "keep",
-                    ending=self._ending.is_set,
-                )  # fmt: skip
-            self._tokens += sum(len(sample.token_ids) for sample in samples)
-            self._busy_s += self._clock() - began
-        return samples
+    # On the thread that samples.
+
+    def _run(self) -> None:
+        device = next(self.model.parameters()).device
+        with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+            more = self._has_work()
+            while more:
+                try:
+                    more = self._steps()
+                except Exception as error:
+                    self._fail_all(error)
+                    more = self._has_work()
+
+    def _steps(self) -> bool:
+        """Sample until no request is left (returns false), or the gate is not free or ``pause_mode`` has changed
+        (returns true: call again)."""
+        # With "wait" the gate is held until all requests that were let in have ended; while a flip waits, no more are.
+        waits = self.pause_mode == "wait"
+        with self._held() if waits else nullcontext(0) as version:
+            while True:
+                if version is not None:
+                    self._step()
+                if not self._has_work():
+                    return False
+                if version is None or (self.pause_mode == "wait") != waits:
+                    return True
+
+    def _has_work(self) -> bool:
+        """Drop requests that were given up, and end those that are to end. False if none is left: the thread ends."""
+        with self._state:
+            for request in [request for request in self._running.values() if request.future.cancelled()]:
+                self._take_out(request)
+            self._queue = deque(request for request in self._queue if not request.future.cancelled())
+            if self._ending:
+                self._end_all()
+            elif self._closed:
+                self._fail_all(UsageError(f"{self.gate.who} was closed"))
+            if self._running or self._queue:
+                return True
+            self._batch.free()
+            self._thread = None
+            self._state.notify_all()
+            return False
+
+    def _take_out(self, request: _PendingSample) -> None:
+        del self._running[request.growing]
+        self._batch.remove(lambda growing: growing is request.growing)
+        self._state.notify_all()
+
+    def _take_out_all(self) -> list[_PendingSample]:
+        out = [*self._running.values(), *self._queue]
+        self._batch.remove(lambda growing: True)
+        self._running.clear()
+        self._queue.clear()
+        self._state.notify_all()
+        return out
+
+    def _end_all(self) -> None:
+        for request in self._take_out_all():
+            request.growing.finish("abort")
+            request.finish()
+
+    def _fail_all(self, error: Exception) -> None:
+        with self._state:
+            for request in self._take_out_all():
+                request.fail(error)
+
+    @contextmanager
+    def _held(self) -> Iterator[int | None]:
+        """A block that holds the gate; gives the version, or None if a flip is still under way after `GATE_S`."""
+        began = self._clock()
+        version = None
+        with ExitStack() as stack:
+            try:
+                version = stack.enter_context(self._serving(GATE_S))
+            except WeightsNotReady:
+                if self._clock() - began < GATE_S:
+                    raise  # nothing to wait for: there are no weights
+            yield version
+
+    def _step(self) -> None:
+        """Sample one token of each response."""
+        began = self._clock()
+        with self._held() as version:
+            if version is None:
+                return
+            ended = self._advance(version)
+        self._busy_s += self._clock() - began
+        with self._state:
+            out = [self._running.pop(growing) for growing in ended]
+            self._state.notify_all()
+        for request in out:
+            request.finish()
+
+    def _advance(self, version: int) -> list[Growing]:
+        with self._state:
+            if self._sink.changes != self._seen:
+                self._seen = self._sink.changes
+                if self.pause_mode == "abort":
+                    self._end_begun()
+                self._batch.restart()
+            while self._queue and self._batch.room:
+                request = self._queue.popleft()
+                self._running[request.growing] = request
+                self._batch.add(request.growing)
+        before = sum(len(growing.tokens) for growing in self._running)
+        ended = self._batch.step(version)
+        self._tokens += sum(len(growing.tokens) for growing in self._running) - before
+        return ended
+
+    def _end_begun(self) -> None:
+        """End the responses that have tokens of earlier weights."""
+        for growing in self._batch.remove(lambda growing: bool(growing.tokens)):
+            request = self._running.pop(growing)
+            growing.finish("abort")
+            request.finish()
+        self._state.notify_all()
 
     @torch.no_grad()
     def log_probs(self, sequences: Sequence[Sequence[int]], *, timeout_s: float = 60.0) -> list[list[float]]:
@@ -108,26 +287,32 @@ class TransformersEngine:
         with self._serving(timeout_s):
             device = next(self.model.parameters()).device
             tokens = torch.tensor([[*row, *[self._pad] * (width - len(row))] for row in sequences], device=device)
-            # Padding is on the right, to which a causal model does not attend.
-            logits = self.model(input_ids=tokens[:, :-1], use_cache=False).logits.float().log_softmax(-1)
+            # No mask is needed: padding is on the right, and a causal model does not attend to the right.
+            logits = self.model(input_ids=tokens[:, :-1], use_cache=False).logits
+            logits = logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)
             found = logits.gather(-1, tokens[:, 1:].unsqueeze(-1)).squeeze(-1).tolist()
         return [row[: len(given) - 1] for row, given in zip(found, sequences, strict=True)]
 
     def pause(self, mode: PauseMode, *, timeout_s: float = 60.0) -> None:
         if mode not in self.pause_modes:
             raise UsageError(f"pause({mode!r}): this engine can {', '.join(sorted(self.pause_modes))}")
-        if mode == "abort":
-            self._ending.set()
+        deadline = self._clock() + timeout_s
+        with self._state:
+            # With "keep", requests stop between two tokens; else all that were let in end first.
+            self._draining, self._ending = mode != "keep", mode == "abort"
+            ended = mode == "keep" or self._state.wait_for(lambda: not (self._running or self._queue), timeout_s)
+            left = len(self._running) + len(self._queue)
+            self._ending = False
         try:
-            if mode in ("abort", "wait"):  # the running batch ends; later batches wait at the gate
-                with self._take_turn(self._clock() + timeout_s, "the batch that runs"):
-                    self.gate.close(f"the engine is paused ({mode})", timeout_s)
-            else:
-                self.gate.close("the engine is paused (keep)", timeout_s)
-        except TimeoutError as error:
-            raise WeightSyncError(f"{self.gate.who} is not paused: {error}") from error
+            if not ended:
+                raise WeightSyncError(
+                    f"{self.gate.who} is not paused: it still makes {left} samples after {timeout_s:g} s"
+                )
+            self.gate.close(f"the engine is paused ({mode})", max(deadline - self._clock(), 0.001))
         finally:
-            self._ending.clear()
+            with self._state:
+                self._draining = False
+                self._state.notify_all()
         self._paused = mode
 
     def resume(self) -> None:
@@ -150,13 +335,16 @@ class TransformersEngine:
         self._asleep = None
 
     def reset_prefix_cache(self) -> None:
-        """Does nothing: a cache lives as long as its batch."""
+        """Has no effect: a cache lives as long as its batch."""
 
     def metrics(self) -> Mapping[str, float]:
         return {"generated_tokens": float(self._tokens), "generating_s": self._busy_s}
 
     def close(self) -> None:
         self._closed = True
+        thread = self._thread
+        if thread is not None and thread is not threading.current_thread():
+            thread.join(CLOSE_S)
 
     def _serving(self, timeout_s: float) -> AbstractContextManager[int]:
         if self._closed:
@@ -165,29 +353,31 @@ class TransformersEngine:
             raise WeightsNotReady(f"{self.gate.who} sleeps (level {self._asleep}): call wake() first")
         return self.gate.serving(timeout_s)
 
-    @contextmanager
-    def _take_turn(self, deadline: float, what: str) -> Iterator[None]:
-        if not self._turn.acquire(timeout=max(deadline - self._clock(), 0.0)):
-            raise TimeoutError(f"{self.gate.who}: {what} did not end in time")
-        try:
-            yield
-        finally:
-            self._turn.release()
-
 
 class _Sink(ModuleSink):
-    """A module's sink that shares the engine's gate, and frees the memory while the engine sleeps."""
+    """A module's sink that shares the engine's gate, and frees the memory while the engine sleeps.
 
-    def __init__(self, model: nn.Module, mode: Any, gate: VersionGate) -> None:
-        super().__init__(model, mode)
+    With ``lora`` it takes the adapter only. The base model, which no push brings, is never dropped: it is moved to the
+    host at both levels of sleep.
+    """
+
+    def __init__(self, model: nn.Module, mode: Any, gate: VersionGate, *, lora: bool) -> None:
+        super().__init__(model, mode, lora="adapter" if lora else "")
         self.gate = gate
-        self._model = model
+        self.changes = 0
+        """The number of times that the weights in use have changed."""
+        taken = {id(tensor) for same in self._targets.values() for tensor in same}
+        every = (*model.parameters(), *model.buffers())
+        self._base = [tensor for tensor in every if lora and id(tensor) not in taken]
         self._home = next(model.parameters()).device
         self._gone: dict[int, int] = {}
         self._missing: set[str | None] = set()
 
     def release(self, level: SleepLevel) -> None:
         self.let_go()
+        if self._home.type != "cpu":
+            for tensor in self._base:
+                tensor.data = tensor.data.to("cpu")
         if level == 1 and self._home.type != "cpu":
             self._move("cpu")
         elif level == 2:
@@ -208,6 +398,8 @@ class _Sink(ModuleSink):
             self._gone = {}
         elif self._home.type != "cpu":
             self._move(str(self._home))
+        for tensor in self._base:
+            tensor.data = tensor.data.to(self._home)
 
     def _move(self, device: str) -> None:
         for tensors in self._targets.values():
@@ -221,15 +413,16 @@ class _Sink(ModuleSink):
         self._missing = set(self._targets)
         super().begin(version)
 
+    def rooms(self, entries: Sequence[Any], *, keep: bool) -> Sequence[Tensor | None]:
+        found = super().rooms(entries, keep=keep)
+        # The receiver writes these entries into their rooms directly, so stage() never sees them: they have arrived.
+        written = (entry for entry, room in zip(entries, found, strict=True) if room is not None)
+        self._missing -= {owner for entry in written if (owner := self._owner(entry)) is not None}
+        return found
+
     def stage(self, tensors: Mapping[str, Tensor], *, keep: bool) -> None:
         super().stage(tensors, keep=keep)
         self._missing -= self._manifest.by_owner(tensors).keys()
-
-    def rooms(self, entries: Sequence[Any], *, keep: bool) -> Sequence[Tensor | None]:
-        found = super().rooms(entries, keep=keep)
-        # Entries with memory are written there, and do not come by stage().
-        self._missing -= {self._owner(entry) for entry, room in zip(entries, found, strict=True) if room is not None}
-        return found
 
     def flip(self, version: int) -> None:
         if self._missing:
@@ -237,6 +430,11 @@ class _Sink(ModuleSink):
                 f"no weights came for {len(self._missing)} tensors, such as {min(map(str, self._missing))}"
             )
         super().flip(version)
+        self.changes += 1
+
+    def rollback(self) -> None:
+        super().rollback()
+        self.changes += 1
 
 
 def _vocabulary_of(model: Any) -> int | None:
@@ -255,77 +453,26 @@ def _end_tokens(model: nn.Module) -> list[int]:
     return []
 
 
-@torch.no_grad()
 def sample_batch(
     model: Any, prompts: Sequence[Sequence[int]], params: SamplingParams, *, stop_token_ids: Sequence[int],
-    pad_token_id: int = 0, hold: Hold = lambda: nullcontext(0), keep: bool = True,
-    ending: Callable[[], bool] = lambda: False,
+    pad_token_id: int = 0, max_batch: int = 64, tokenizer: Any = None,
 ) -> list[Sample]:  # fmt: skip
-    """Continue each prompt, all of them in one batch with a key-value cache.
+    """Continue each prompt, on the calling thread and without an engine.
 
     Args:
         model: a causal language model of transformers.
-        hold: entered for each token.
-        keep: continue when the version changes between two tokens, with a new cache; else end there.
-        ending: called before each token; if true, sampling ends with the tokens so far.
+        stop_token_ids: tokens that end a response, besides those of ``params``.
+        max_batch: responses that are sampled together.
+        tokenizer: for stop texts.
     """
-    prompts = checked_rows(prompts, _vocabulary_of(model), what="prompt")
-    if not prompts:
-        return []
-    generator = torch.Generator(device=next(model.parameters()).device)
-    if params.seed is None:
-        generator.seed()
-    else:
-        generator.manual_seed(params.seed)
-    rows = [Growing(prompt, params, row) for row, prompt in enumerate(prompts)]
-    state: _Cache | None = None
-    for _ in range(params.max_tokens):
-        with hold() as version:
-            if state is not None and state.version != version:
-                if not keep:
-                    break
-                state = None
-            if ending():
-                break
-            if state is None:
-                state = _Cache(version, rows, pad_token_id, generator.device)
-            tokens, log_probs = draw(state.advance(model), params, generator)
-        state.tokens = tokens.unsqueeze(1)
-        for row, token, log_prob in zip(rows, tokens.tolist(), log_probs.tolist(), strict=True):
-            if row.finish_reason is not None:
-                continue
-            row.add([token], [log_prob], version)
-            if token in stop_token_ids or not row.left:
-                row.finish("stop" if token in stop_token_ids else "length")
-        if all(row.finish_reason for row in rows):
-            break
+    checked_params(params, can_decode=tokenizer is not None)
+    decode = None if tokenizer is None else decoder(tokenizer)
+    checked = checked_rows(prompts, _vocabulary_of(model), what="prompt")
+    rows = [Growing(prompt, params, row, decode) for row, prompt in enumerate(checked)]
+    batch = ContinuousBatch(model, stop_token_ids=stop_token_ids, pad=pad_token_id, most_rows=max_batch)
+    waiting = deque(rows)
+    while waiting or batch.rows:
+        while waiting and batch.room:
+            batch.add(waiting.popleft())
+        batch.step(0)
     return [row.sample() for row in rows]
-
-
-class _Cache:
-    """Keys and values of all rows, computed by one version; ``tokens`` are those not processed yet, ``[batch, new]``,
-    padded on the left."""
-
-    def __init__(self, version: int, rows: Sequence[Growing], pad: int, device: torch.device) -> None:
-        known = [row.context for row in rows]
-        width = max(map(len, known))
-        self.version = version
-        self.tokens = torch.tensor([[pad] * (width - len(row)) + row for row in known], device=device)
-        lengths = torch.tensor([len(row) for row in known], device=device)
-        self._attend = (torch.arange(width, device=device) >= width - lengths.unsqueeze(1)).long()
-        self._past: dict[str, Any] = {}
-
-    def advance(self, model: Any) -> Tensor:
-        """Logits ``[batch, vocabulary]`` of the next token."""
-        if self._past:
-            self._attend = torch.cat([self._attend, self._attend.new_ones(len(self._attend), 1)], 1)
-        positions = (self._attend.cumsum(-1) - 1).clamp(min=0)[:, -self.tokens.shape[1] :]
-        out = model(
-            input_ids=self.tokens, attention_mask=self._attend, position_ids=positions, use_cache=True,
-            logits_to_keep=1, **self._past,
-        )  # fmt: skip
-        # Newer versions of transformers call it cache.
-        name = "cache" if "cache" in out else "past_key_values"
-        self._past = {name: out[name]}
-        logits: Tensor = out.logits[:, -1]
-        return logits

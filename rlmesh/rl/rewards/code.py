@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,8 +15,7 @@ from rlmesh.rl.types import Score
 
 __all__ = ["compute_score", "program_of"]
 
-_FENCE = re.compile(r"^[ \t]*```[ \t]*(\w*)[^\n]*\n(.*?)^[ \t]*```[ \t]*$", re.DOTALL | re.MULTILINE)
-_PYTHON = ("", "py", "python", "python3")
+FENCE, PYTHON = "```", ("", "py", "python", "python3")
 
 
 @dataclass(frozen=True)
@@ -31,7 +29,7 @@ class _Test:
     code: str = ""
 
     def run(self, sandbox: Sandbox, program: str, wall_s: float, tolerance: float) -> tuple[Ran, bool]:
-        """The end of the program, and if it is right."""
+        """How the program ended, and whether it passed the test."""
         if self.code:
             ran = sandbox.test(program, self.code, wall_s=wall_s)
             return ran, bool(ran.answer)
@@ -73,8 +71,8 @@ def compute_score(
         solution_str: the response.
         ground_truth: the tests.
         cpu_s: CPU time of each test, in whole seconds.
-        total_s: for all tests together. Keep the ``timeout_s`` of the `Reward` above it: a call that the pool of
-            scorers ends is a failure of the scorer, not a wrong program.
+        total_s: for all tests together, below the ``timeout_s`` of the `Reward`: if the pool of scorers ends the call
+            first, the response is `Failed` instead of wrong.
         memory_bytes: of each test.
         partial: give the share of tests that pass. By default, one that fails makes the score 0.
         tolerance: numbers differ by at most this, relative to the right one if that is above 1.
@@ -115,8 +113,20 @@ def compute_score(
 
 def program_of(response: str) -> str | None:
     """The last block of Python between fences; ``None`` without one."""
-    found = [code for language, code in _FENCE.findall(response) if language.lower() in _PYTHON]
-    return found[-1] if found else None
+    program: str | None = None
+    block: list[str] | None = None
+    language = ""
+    for line in response.split("\n"):
+        mark = line.strip()
+        if block is None:
+            if mark.startswith(FENCE):
+                block, language = [], (mark[len(FENCE) :].split() or [""])[0].lower()
+        elif mark == FENCE:
+            program = "\n".join([*block, ""]) if language in PYTHON else program
+            block = None
+        else:
+            block.append(line)
+    return program
 
 
 def _tests(truth: Any) -> Iterator[_Test]:
@@ -183,6 +193,6 @@ def _same(found: Any, right: Any, tolerance: float) -> bool:
         return False
     try:
         a, b = float(found), float(right)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         return False
     return math.isfinite(a) and abs(a - b) <= tolerance * max(1.0, abs(b))

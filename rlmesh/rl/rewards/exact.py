@@ -32,5 +32,5 @@ def _normalised(text: str) -> str:
     plain = unicodedata.normalize("NFKC", text).casefold()
     plain = "".join(" " if letter in string.punctuation else letter for letter in plain)
     words = plain.split()
-    # An answer may be an article: the letter of a choice, for one.
+    # If only articles are left, they are the answer: "A" may be the letter of a choice.
     return " ".join([word for word in words if word not in ("a", "an", "the")] or words)

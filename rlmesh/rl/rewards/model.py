@@ -10,10 +10,12 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal, get_args
 
 import numpy as np
@@ -120,10 +122,20 @@ class RewardModel:
         """True if the reward is for this row."""
         return not self.sources or row.get("data_source") in self.sources
 
-    def start(self, responses: Sequence[Response], rows: Sequence[Mapping[str, Any]]) -> Callable[[], list[Outcome]]:
+    def start(
+        self,
+        responses: Sequence[Response],
+        rows: Sequence[Mapping[str, Any]],
+        group: Callable[[str], Any] = RoleGroup,
+    ) -> Callable[[], list[Outcome]]:
         """Send responses to the role; gives a function that waits for their outcomes, in the same order.
 
         Every error of the call is a `Failed` of all these responses.
+
+        Args:
+            responses: to score.
+            rows: of each.
+            group: the name of a role → its members.
         """
         sent = [conversation(response, row) for response, row in zip(responses, rows, strict=True)]
 
@@ -132,8 +144,8 @@ class RewardModel:
             return [Failed(f"{type(error).__name__}: {error}") for _ in sent]
 
         try:
-            group = RoleGroup[Any](self.role).options(idempotent=True, timeout_s=self.timeout_s + GRACE_S)
-            running = group.call_batch("score", len(sent), sent)
+            members = group(self.role).options(idempotent=True, timeout_s=self.timeout_s + GRACE_S)
+            running = members.call_batch("score", len(sent), sent)
         except Exception as error:
             at_once = failed(error)
             return lambda: at_once
@@ -161,11 +173,10 @@ class RewardModel:
         except (OSError, ValueError, TypeError, AttributeError) as error:
             yield f"the model or its tokenizer cannot be loaded: {error}"
             return
-        made = list(getattr(config, "architectures", None) or ())
-        if any(name.endswith(("ForCausalLM", "LMHeadModel")) for name in made):
+        if lacking := _lacking(Path(self.model), config):
             yield (
-                f"{self.model} is a language model ({', '.join(made)}) without a head that scores: train it as a "
-                "reward model first (examples/reward_model)"
+                f"{self.model} has no trained head ({', '.join(lacking)}), so it is no reward model: train it as one "
+                "first (examples/reward_model)"
             )
         else:
             try:
@@ -198,6 +209,26 @@ class RewardModel:
                 + (f"; there is no {self.label!r}" if self.label is not None else "")
             )
         return found[0]
+
+
+def _lacking(folder: Path, config: Any) -> list[str]:
+    """The scoring head's parameters that a folder's weight files lack; empty if the folder has no safetensors files."""
+    import torch
+    from safetensors import safe_open
+    from transformers import AutoModelForSequenceClassification
+
+    index, whole = folder / "model.safetensors.index.json", folder / "model.safetensors"
+    if index.is_file():
+        names = set(json.loads(index.read_text())["weight_map"])
+    elif whole.is_file():
+        with safe_open(whole, "pt") as file:
+            names = set(file.keys())
+    else:
+        return []
+    with torch.device("meta"):
+        model = AutoModelForSequenceClassification.from_config(config)
+    body = f"{model.base_model_prefix}."
+    return sorted(name for name in model.state_dict() if not name.startswith(body) and name not in names)
 
 
 def conversation(response: Response, row: Mapping[str, Any]) -> Conversation:

@@ -9,7 +9,7 @@ import numpy as np
 
 from rlmesh.rl.types import Abstain, Failed, Outcome, Score
 
-__all__ = ["combine", "metrics_of", "to_outcome"]
+__all__ = ["combine", "metrics_of", "to_outcome", "to_outcomes"]
 
 
 def to_outcome(value: Any) -> Outcome:
@@ -42,6 +42,24 @@ def to_outcome(value: Any) -> Outcome:
         number = float(value)
         return Score(number) if np.isfinite(number) else Failed(f"the scorer returned {number}")
     return Failed(f"the scorer returned {type(value).__name__}, which is no score: {str(value)[:80]!r}")
+
+
+def to_outcomes(value: Any, size: int) -> list[Outcome]:
+    """The outcomes for a return value of a batched reward function.
+
+    Args:
+        value: a sequence or array of ``size`` values; anything else is a failure of all.
+        size: responses of the batch.
+    """
+    try:
+        values = [] if isinstance(value, (str, bytes, Mapping)) else list(value)
+    except TypeError:
+        values = []
+    if len(values) != size:
+        length = f" of length {len(value)}" if hasattr(value, "__len__") else ""
+        reason = f"the scorer returned {type(value).__name__}{length} for {size} responses: expected a list of as many"
+        values = [Failed(reason)] * size
+    return [to_outcome(one) for one in values]
 
 
 def combine(outcomes: Mapping[str, Outcome], weights: Mapping[str, float]) -> Outcome:

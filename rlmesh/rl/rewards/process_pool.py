@@ -23,7 +23,7 @@ from typing import Any
 import cloudpickle
 from pebble import ProcessExpired, ProcessPool
 
-from rlmesh.rl.rewards.outcomes import to_outcome
+from rlmesh.rl.rewards.outcomes import to_outcome, to_outcomes
 from rlmesh.rl.types import Failed, Outcome
 
 __all__ = ["ScoringPool"]
@@ -72,7 +72,7 @@ class ScoringPool:
             )
         self.timeout_s, self.memory_bytes = timeout_s, memory_bytes
         self._names = frozenset(functions)
-        self._waiting: set[Future[Outcome]] = set()
+        self._waiting: dict[Future[Any], Callable[[Failed], Any]] = {}
         self._lock = threading.Lock()
         self._pool = ProcessPool(
             workers,
@@ -95,26 +95,43 @@ class ScoringPool:
         Raises:
             KeyError: no function has that name.
         """
+        return self._schedule(name, None, arguments, lambda failed: failed)
+
+    def submit_batch(self, name: str, size: int, /, **arguments: Any) -> Future[list[Outcome]]:
+        """Score a batch by one call of a function that returns a list.
+
+        Args:
+            name: of the function.
+            size: responses of the batch, and length of the list.
+            arguments: see `submit`.
+
+        Returns:
+            a future that never raises: an error of the call is a `Failed` of each response.
+        """
+        return self._schedule(name, size, arguments, lambda failed: [failed] * size)
+
+    def _schedule(
+        self, name: str, size: int | None, arguments: dict[str, Any], whole: Callable[[Failed], Any]
+    ) -> Future[Any]:
         if name not in self._names:
             raise KeyError(f"no reward function is named {name!r}: there are {', '.join(sorted(self._names))}")
-        outcome: Future[Outcome] = Future()
+        outcome: Future[Any] = Future()
         outcome.set_running_or_notify_cancel()
         with self._lock:
-            self._waiting.add(outcome)
-        running = self._pool.schedule(_score, args=(name, arguments), timeout=self.timeout_s)
+            self._waiting[outcome] = whole
+        running = self._pool.schedule(_score, args=(name, size, arguments), timeout=self.timeout_s)
         running.add_done_callback(lambda done: self._finish(outcome, self._outcome(done)))
         return outcome
 
-    def _finish(self, outcome: Future[Outcome], result: Outcome) -> None:
+    def _finish(self, outcome: Future[Any], result: Any) -> None:
         with self._lock:
-            if outcome not in self._waiting:
-                return
-            self._waiting.remove(outcome)
-        outcome.set_result(result)
+            whole = self._waiting.pop(outcome, None)
+        if whole is not None:
+            outcome.set_result(whole(result) if isinstance(result, Failed) else result)
 
-    def _outcome(self, done: Future[Any]) -> Outcome:
+    def _outcome(self, done: Future[Any]) -> Any:
         try:
-            result: Outcome = done.result()
+            return done.result()
         except TimeoutError:
             return Failed(f"timeout: the scorer ran longer than {self.timeout_s:g} s")
         except MemoryError:
@@ -125,7 +142,6 @@ class ScoringPool:
             return Failed(f"the scorer's process ended with exit code {error.exitcode}")
         except BaseException as error:
             return Failed(f"{type(error).__name__}: {error}")
-        return result
 
     def close(self) -> None:
         """End all processes; running calls become `Failed`. May be called twice."""
@@ -170,12 +186,13 @@ def _begin(functions: bytes, memory_bytes: int) -> None:
     resource.setrlimit(resource.RLIMIT_AS, (limit if hard == resource.RLIM_INFINITY else min(limit, hard), hard))
 
 
-def _score(name: str, arguments: dict[str, Any]) -> Outcome:
+def _score(name: str, size: int | None, arguments: dict[str, Any]) -> Outcome | list[Outcome]:
     """Run in a process of the pool."""
     if _broken is not None:
         return Failed(_broken)
     try:
-        return to_outcome(_functions[name](**arguments))
+        value = _functions[name](**arguments)
+        return to_outcome(value) if size is None else to_outcomes(value, size)
     except MemoryError:
         raise
     except Exception as error:

@@ -71,8 +71,9 @@ class Reward:
         weight: in the sum of an episode's rewards.
         name: in metrics; ``""``: that of the function.
         sources: names of data sets whose rows it scores; it abstains on others. Empty: all rows.
-        inline: call it in this process. Otherwise plain functions run in a process pool, which kills calls that hang.
-        timeout_s: of one call.
+        inline: call it in this process, without a deadline. Otherwise functions run in a process pool, which kills
+            calls that hang. Async functions run in this process in any case.
+        timeout_s: of one call; of a batch, for functions that take lists.
         options: further keyword arguments of the function.
     """
 

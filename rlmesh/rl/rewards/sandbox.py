@@ -2,8 +2,9 @@
 
 The kernel isolates a program (Linux 5.14 or newer, x86-64 or ARM64): namespaces of its own for users, processes,
 mounts, network, IPC and host name; a file system of read-only system folders and one empty folder; no privileges; a
-filter of system calls; limits for CPU time, memory, processes, files and output. It sees neither the environment nor
-the files of the process that starts it. docs/rewards.md says what that protects from, and what it does not.
+filter of system calls; limits for CPU time, memory, processes, files and output. The program sees neither the
+environment nor the files of the process that starts it. docs/rewards.md says what the isolation protects from, and what
+it does not.
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ from rlmesh.rl.rewards import sandbox_child
 
 __all__ = ["Limits", "Ran", "Sandbox"]
 
-SLACK_S = 5.0
-"""The time that the sandbox itself may take to start or to end a program, in seconds."""
+START_S, SLACK_S = 30.0, 10.0
+"""Seconds that the sandbox itself may take: to start, and to start and end a program on a busy machine."""
 SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib64", "/lib32", "/nix/store")
 NO_ISOLATION = (
     "{reason}. Programs cannot be isolated here, so none was run. Allow unprivileged user namespaces on this machine "
@@ -45,10 +46,10 @@ class Limits:
 
     Attributes:
         cpu_s: CPU time of each process, in whole seconds.
-        memory_bytes: address space of each process, and memory that all processes hold together.
-        folder_bytes: files in the program's folder, which are in memory.
-        output_bytes: standard output and error together.
-        processes: processes and threads.
+        memory_bytes: address space of each process; if isolated, also the memory that all processes hold together.
+        folder_bytes: size of each file; if isolated, also of all files in the program's folder, which is in memory.
+        output_bytes: standard output, standard error and answer together.
+        processes: processes and threads; unlimited without isolation.
     """
 
     cpu_s: int = 4
@@ -65,13 +66,13 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Ran:
-    """The end of a program.
+    """How a program ended.
 
     Attributes:
-        status: ``ok``; ``error``: another exit code than 0; or the limit that it broke.
-        stdout: what it printed.
-        stderr: the last 4,000 characters.
-        answer: the return value of a called function; True after tests that passed.
+        status: ``ok``; ``error``: its exit code is not 0; or the limit that it broke.
+        stdout: standard output.
+        stderr: the last 4,000 characters of standard error.
+        answer: with `Sandbox.call` the function's value; with `Sandbox.test` True if the tests passed.
         code: exit code, negative for a signal.
     """
 
@@ -98,6 +99,7 @@ class Sandbox:
 
     Raises:
         UsageError: the kernel does not allow isolation; the message says what to do.
+        RuntimeError: the interpreter does not start.
     """
 
     def __init__(
@@ -122,23 +124,28 @@ class Sandbox:
             "output_bytes": self.limits.output_bytes,
             "processes": self.limits.processes,
         }
+        # Some Python installations, as on clusters, find their shared libraries by LD_LIBRARY_PATH only.
+        libraries = {name: value for name, value in os.environ.items() if name == "LD_LIBRARY_PATH"}
         self._process = subprocess.Popen(
             [sys.executable, "-I", "-S", "-B", "-X", "utf8", sandbox_child.__file__, json.dumps(settings)],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
-            env={"PATH": os.defpath, "LANG": "C.UTF-8"}, cwd="/", start_new_session=True, bufsize=0,
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd="/", start_new_session=True,
+            env={"PATH": os.defpath, "LANG": "C.UTF-8"} | libraries, bufsize=0,
         )  # fmt: skip
         self._read = b""
         try:
             if isolated:
-                self._said(SLACK_S)
+                self._said(START_S)
                 _map_users(self._process.pid)
                 self._say(True)
-            self._said(SLACK_S)
+            self._said(START_S)
         except (OSError, UsageError) as error:
+            self._process.kill()
+            assert self._process.stderr is not None
+            trace = self._process.stderr.read().decode("utf-8", "replace").strip()
             self.close()
-            if isolated:
+            if isolated and not trace:
                 raise UsageError(NO_ISOLATION.format(reason=error)) from error
-            raise
+            raise RuntimeError(f"the sandbox failed to start: {error}. {trace[-1000:]}") from error
 
     def run(self, source: str, *, stdin: str = "", wall_s: float = 10.0) -> Ran:
         """Run a program with this standard input.
@@ -146,10 +153,10 @@ class Sandbox:
         Args:
             source: Python code.
             stdin: text.
-            wall_s: until it is killed, with all processes that it started.
+            wall_s: seconds after which it is killed, with all processes that it started.
 
         Raises:
-            RuntimeError: the sandbox itself failed; the program has no part in it.
+            RuntimeError: the sandbox itself failed, not the program.
         """
         return self._run(source, stdin, wall_s, None)
 
@@ -178,7 +185,7 @@ class Sandbox:
         """End the sandbox with all that runs in it. May be called twice."""
         self._process.kill()
         self._process.wait()
-        for pipe in (self._process.stdin, self._process.stdout):
+        for pipe in (self._process.stdin, self._process.stdout, self._process.stderr):
             if pipe is not None:
                 pipe.close()
         if self._folder is not None:
@@ -208,7 +215,7 @@ class Sandbox:
         if ask is not None and found["status"] == "ok":
             try:
                 answer = json.loads(found["answer"])
-            except ValueError:
+            except (ValueError, RecursionError):
                 found |= {"status": "error", "stderr": f"{found['stderr']}\nthe program ended before its test"}
         return Ran(found["status"], found["stdout"], found["stderr"].strip(), answer, found["code"])
 
@@ -240,7 +247,7 @@ class Sandbox:
 
 
 def _unsupported() -> str | None:
-    """The reason why no attempt at isolation is made."""
+    """The reason why this system cannot isolate programs; ``None``: it may be able to."""
     if platform.system() != "Linux" or platform.machine() not in sandbox_child.DENIED:
         return f"{platform.system()} on {platform.machine()} is not supported"
     release = tuple(int(part) for part in platform.release().split("-")[0].split(".")[:2])
@@ -248,7 +255,7 @@ def _unsupported() -> str | None:
 
 
 def _visible(modules: Mapping[str, str]) -> dict[str, str]:
-    """Folders that programs see, and their places there: the system's, Python's own, and those of modules."""
+    """The folders that programs see, each with its path inside the sandbox: the system's, Python's and ``modules``."""
     found: list[Path] = []
     python = {Path(folder).resolve() for folder in (sys.base_prefix, sys.base_exec_prefix)}
     for folder in [*map(Path, SYSTEM), *sorted(python)]:
@@ -258,9 +265,10 @@ def _visible(modules: Mapping[str, str]) -> dict[str, str]:
 
 
 def _map_users(process: int) -> None:
-    """Give a process that has left the user namespace an identity without rights in the new one.
+    """Map users into the new user namespace that a process has entered, so that its programs have no privileges.
 
-    Root is mapped beside an unprivileged user, which programs become: the kernel does not limit root's processes.
+    If this process runs as root, root and an unprivileged user are mapped, and programs run as the latter: the kernel
+    does not limit the number of root's processes.
     """
     nobody, user, group = sandbox_child.NOBODY, os.geteuid(), os.getegid()
     folder = Path(f"/proc/{process}")
@@ -270,7 +278,7 @@ def _map_users(process: int) -> None:
                 (folder / name).write_text(f"0 0 1\n{nobody} {nobody} 1\n")
             return
         except PermissionError:
-            pass  # a container may have no such user
+            pass  # a container may not have that unprivileged user: map this process's user alone
     (folder / "uid_map").write_text(f"{nobody} {user} 1\n")
     (folder / "setgroups").write_text("deny")
     (folder / "gid_map").write_text(f"{nobody} {group} 1\n")

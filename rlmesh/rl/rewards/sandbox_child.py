@@ -1,8 +1,11 @@
 """The inside of the sandbox, run as a file by an interpreter of its own; see :mod:`rlmesh.rl.rewards.sandbox`.
 
-Three processes follow each other. The *spawner* leaves the namespaces of the host and starts the *keeper*, which is
-process 1 of the new ones. The keeper builds a file system, and starts, watches and ends one *program* per case. The
-program gives up all privileges before it runs code that nobody has read.
+There are three processes. The *spawner* leaves the namespaces of the host and starts the *keeper*, which is process 1
+of the new ones. The keeper builds a file system. For each case (a source to run) it starts, watches and ends one
+*program*, a process that gives up all privileges before it runs code that nobody has read.
+
+The keeper and the parent exchange lines of JSON. The parent sends a case; the keeper says when the program has loaded,
+and the parent sends what to test then, or null; at the end the keeper reports how the program ended.
 
 Only the standard library is imported: nothing else is visible here.
 """
@@ -35,7 +38,7 @@ MS_RDONLY, MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_BIND, MS_REC, MS_PRIVATE = 1, 2, 4
 MNT_DETACH, CLONE_NEWNS, AT_RECURSIVE = 2, 0x00020000, 0x8000
 PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_SECCOMP, PR_CAPBSET_DROP = 1, 4, 22, 24
 PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS = 36, 38
-# Calls that hold memory outside of the counted kinds, look at other processes, or widen the way into the kernel:
+# System calls that get memory beyond the limits, look at other processes, or open more of the kernel to attacks:
 # memfd_create, memfd_secret, shmget, msgget, semget, mq_open, io_uring_setup, bpf, userfaultfd, add_key, request_key,
 # keyctl, perf_event_open, ptrace, process_vm_readv, process_vm_writev.
 DENIED = {
@@ -66,7 +69,7 @@ def main() -> NoReturn:
         libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     keeper = os.fork()
     if keeper:
-        # The keeper answers on these.
+        # From here on only the keeper reads and writes these: their end tells the parent that it has ended.
         os.close(0)
         os.close(1)
         os.waitpid(keeper, 0)
@@ -93,7 +96,7 @@ def keep(settings: dict[str, Any]) -> None:
 
 def build_root(visible: dict[str, str]) -> None:
     """Make a file system of read-only folders, a few devices and nothing else, and move into it."""
-    root = "/sys"  # every system has this folder, and no program needs it
+    root = "/sys"  # the new root is mounted here: every system has this folder, and no program needs it
     mount("none", "/", "", MS_REC | MS_PRIVATE)
     mount("tmpfs", root, "tmpfs", MS_NOSUID | MS_NODEV, "size=1m,mode=755")
     os.umask(0o022)
@@ -144,93 +147,107 @@ def run_case(case: dict[str, Any], settings: dict[str, Any]) -> dict[str, Any]:
         os.close(own)
     theirs.close()
     try:
-        status = watch(case, settings, program, into[1], {out[0]: "stdout", err[0]: "stderr"}, ours)
+        return Watched(case, settings, program, into[1], {out[0]: "stdout", err[0]: "stderr"}, ours).run()
     finally:
         end_all(settings["isolated"])
         ours.close()
         for own in (out[0], err[0]):
             os.close(own)
-    if not settings["isolated"]:
-        empty(settings["folder"])
-    return status
+        if not settings["isolated"]:
+            empty(settings["folder"])
 
 
-def watch(
-    case: dict[str, Any], settings: dict[str, Any], program: int, into: int, outputs: dict[int, str],
-    channel: socket.socket,
-) -> dict[str, Any]:  # fmt: skip
-    """Feed the program and read its output until it ends or breaks a limit."""
-    deadline = time.monotonic() + case["wall_s"]
-    found = {"stdout": bytearray(), "stderr": bytearray(), "answer": bytearray()}
-    left = memoryview(case["stdin"].encode("utf-8", "surrogateescape"))
-    asked, fault, ended = False, "", None
-    with selectors.DefaultSelector() as selector:
-        for one in (into, *outputs, channel.fileno()):
-            os.set_blocking(one, False)
-        for one in (*outputs, channel.fileno()):
-            selector.register(one, selectors.EVENT_READ)
-        if left:
-            selector.register(into, selectors.EVENT_WRITE)
-        else:
-            os.close(into)
-        while not fault:
-            for key, _ in selector.select(POLL_S if ended is None else 0):
-                if key.fd == into:
-                    try:
-                        left = left[os.write(into, left[:65536]) :]
-                    except BlockingIOError:
-                        continue
-                    except BrokenPipeError:
-                        left = left[:0]
-                    if not left:
-                        selector.unregister(into)
-                        os.close(into)
-                    continue
-                try:
-                    data = os.read(key.fd, 65536)
-                except BlockingIOError:
-                    continue
-                except OSError:
-                    data = b""
-                name = outputs.get(key.fd, "answer")
-                found[name] += data
-                if not data:
-                    selector.unregister(key.fd)
-                elif sum(map(len, found.values())) > settings["output_bytes"]:
-                    fault = "output"
-                elif name == "answer" and not asked and b"\n" in found["answer"]:
-                    # The program has loaded. Only now do this process and the program get the test.
-                    asked = True
-                    found["answer"].clear()
-                    say({"loaded": True})
-                    channel.settimeout(5)
-                    with contextlib.suppress(OSError):
-                        channel.sendall(json.dumps(take()).encode() + b"\n")
-                    channel.setblocking(False)
-            if ended is not None:
-                break  # one more look at the pipes was taken
-            pid, ended_with = os.waitpid(program, os.WNOHANG)
-            if pid:
-                ended = ended_with
-            elif time.monotonic() > deadline:
-                fault = "timeout"
-            elif settings["isolated"] and resident() > settings["memory_bytes"]:
-                fault = "memory"
-        if left:
-            os.close(into)
-    code = 0 if ended is None else os.waitstatus_to_exitcode(ended)
-    stderr = found["stderr"].decode("utf-8", "replace")
-    if not fault and code:
-        out_of_time = code in (-signal.SIGXCPU, -signal.SIGKILL)
-        memory = stderr.rstrip().rpartition("\n")[2].startswith("MemoryError")
-        fault = "timeout" if out_of_time else "memory" if memory else "error"
-    return {
-        "status": fault or "ok",
-        "code": code,
-        "stdout": found["stdout"].decode("utf-8", "replace"),
-        "stderr": stderr[-4000:],
-        "answer": found["answer"].decode("utf-8", "replace"),
-    }
+class Watched:
+    """A program that runs: it is fed, its output is read, and the first limit that it breaks ends it."""
+
+    def __init__(
+        self, case: dict[str, Any], settings: dict[str, Any], program: int, into: int, outputs: dict[int, str],
+        channel: socket.socket,
+    ) -> None:  # fmt: skip
+        self.settings, self.program, self.into, self.channel = settings, program, into, channel
+        self.deadline = time.monotonic() + case["wall_s"]
+        self.left = memoryview(case["stdin"].encode("utf-8", "replace"))
+        self.names = {**outputs, channel.fileno(): "answer"}
+        self.found = {name: bytearray() for name in self.names.values()}
+        self.asked, self.fault = False, ""
+        self.ended: int | None = None
+
+    def run(self) -> dict[str, Any]:
+        """Wait for the end of the program."""
+        with selectors.DefaultSelector() as self.selector:
+            for one in (self.into, *self.names):
+                os.set_blocking(one, False)
+            for one in self.names:
+                self.selector.register(one, selectors.EVENT_READ)
+            self.selector.register(self.into, selectors.EVENT_WRITE)
+            while not self.fault:
+                last_look = self.ended is not None
+                for key, _ in self.selector.select(0 if last_look else POLL_S):
+                    if key.fd == self.into:
+                        self.feed()
+                    else:
+                        self.read(key.fd)
+                if last_look:
+                    break
+                self.look()
+            if self.into in self.selector.get_map():
+                os.close(self.into)
+        return self.verdict()
+
+    def feed(self) -> None:
+        """Write standard input, and close it at its end."""
+        with contextlib.suppress(BlockingIOError):
+            try:
+                self.left = self.left[os.write(self.into, self.left[:65536]) :]
+            except BrokenPipeError:
+                self.left = self.left[:0]
+        if not self.left:
+            self.selector.unregister(self.into)
+            os.close(self.into)
+
+    def read(self, fd: int) -> None:
+        """Read what the program wrote."""
+        try:
+            data = os.read(fd, 65536)
+        except BlockingIOError:
+            return
+        except OSError:
+            data = b""
+        name = self.names[fd]
+        self.found[name] += data
+        if not data:
+            self.selector.unregister(fd)
+        elif sum(map(len, self.found.values())) > self.settings["output_bytes"]:
+            self.fault = "output"
+        elif name == "answer" and not self.asked and b"\n" in data:
+            # The program has loaded. The test is read only now, so that no code sees it while the program loads.
+            self.asked = True
+            self.found[name].clear()
+            say({"loaded": True})
+            self.channel.settimeout(1)
+            with contextlib.suppress(OSError):
+                self.channel.sendall(json.dumps(take()).encode() + b"\n")
+            self.channel.setblocking(False)
+
+    def look(self) -> None:
+        """Find out if the program has ended, or broken a limit."""
+        pid, ended = os.waitpid(self.program, os.WNOHANG)
+        if pid:
+            self.ended = ended
+        elif time.monotonic() > self.deadline:
+            self.fault = self.fault or "timeout"
+        elif self.settings["isolated"] and resident() > self.settings["memory_bytes"]:
+            self.fault = self.fault or "memory"
+
+    def verdict(self) -> dict[str, Any]:
+        """How the program ended, for the parent."""
+        texts = {name: data.decode("utf-8", "replace") for name, data in self.found.items()}
+        code = 0 if self.ended is None else os.waitstatus_to_exitcode(self.ended)
+        if not self.fault and code:
+            out_of_time = code in (-signal.SIGXCPU, -signal.SIGKILL)
+            memory = texts["stderr"].rstrip().rpartition("\n")[2].startswith("MemoryError")
+            self.fault = "timeout" if out_of_time else "memory" if memory else "error"
+        return {"status": self.fault or "ok", "code": code, **texts, "stderr": texts["stderr"][-4000:]}
 
 
 def enter(case: dict[str, Any], settings: dict[str, Any]) -> None:
@@ -253,7 +270,7 @@ def enter(case: dict[str, Any], settings: dict[str, Any]) -> None:
         (resource.RLIMIT_MEMLOCK, 0),
     ):
         resource.setrlimit(kind, (most, most))
-    if settings["isolated"]:  # outside, all processes of the user would count
+    if settings["isolated"]:  # else the limit would count all processes of this user
         resource.setrlimit(resource.RLIMIT_NPROC, (settings["processes"], settings["processes"]))
         if os.getuid() != NOBODY:
             os.setgroups([])
@@ -274,7 +291,7 @@ def deny_calls() -> None:
     load, equal, at_least, end = 0x20, 0x15, 0x35, 0x06
     allow, refuse, kill = 0x7FFF0000, 0x00050000 | errno.EPERM, 0x80000000
     rules = [(load, 0, 0, 4), (equal, 1, 0, architecture), (end, 0, 0, kill), (load, 0, 0, 0)]
-    rules.append((at_least, len(calls) + 1, 0, 0x40000000))  # the other numbering of x86
+    rules.append((at_least, len(calls) + 1, 0, 0x40000000))  # x32 numbers of the same calls
     rules += [(equal, len(calls) - place, 0, call) for place, call in enumerate(calls)]
     rules += [(end, 0, 0, allow), (end, 0, 0, refuse)]
     code = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *rule) for rule in rules))
@@ -303,7 +320,7 @@ def execute(source: str, paths: list[str]) -> int:
     except SystemExit as error:
         code = error.code if isinstance(error.code, int) else int(error.code is not None)
         if isinstance(error.code, str):
-            print(error.code, file=sys.stderr)
+            sys.stderr.write(f"{error.code}\n")
     except BaseException:
         traceback.print_exc()
         code = 1
@@ -346,7 +363,7 @@ def end_all(isolated: bool) -> None:
         try:
             while os.waitpid(-1, 0)[0]:
                 if not isolated:
-                    break  # orphans of the dead come to this process: look again
+                    break  # the dead one's children are now children of this process: look again
         except ChildProcessError:
             return
 

@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any, Protocol
 
 import numpy as np
 
+from rlmesh import RoleGroup
 from rlmesh.errors import UsageError
+from rlmesh.rl.data.loader import Prompts
 from rlmesh.rl.rewards.model import RewardModel
-from rlmesh.rl.rewards.outcomes import combine, metrics_of, to_outcome
+from rlmesh.rl.rewards.outcomes import combine, metrics_of, to_outcome, to_outcomes
 from rlmesh.rl.rewards.process_pool import ScoringPool
 from rlmesh.rl.rewards.reward import Response, Reward, ground_truth_of
 from rlmesh.rl.types import Abstain, Episode, Failed, Group, Outcome, Score
 
-__all__ = ["Decoder", "Rewards"]
+__all__ = ["Decoder", "Rewards", "unscored"]
 
 logger = logging.getLogger(__name__)
 
@@ -32,8 +34,8 @@ class Decoder(Protocol):
 class Rewards:
     """Scores the episodes of groups, all at once.
 
-    Plain functions run in a pool of processes, async functions together on one loop, batched and inline functions here.
-    Reward models score in their role meanwhile.
+    Functions run in a pool of processes, async functions together on one loop, inline functions here. Reward models
+    score in their role meanwhile.
 
     Args:
         rewards: at least one; names must differ.
@@ -41,6 +43,7 @@ class Rewards:
         workers: processes of the pool.
         memory_bytes: of each process (:class:`rlmesh.rl.rewards.process_pool.ScoringPool`).
         examine: print this many scored responses of each batch, spread over it.
+        group: a function from the name of a role to its members; finds the roles of reward models.
 
     Raises:
         UsageError: no reward, or two of one name.
@@ -54,6 +57,7 @@ class Rewards:
         workers: int = 2,
         memory_bytes: int = 2 * 2**30,
         examine: int = 0,
+        group: Callable[[str], Any] = RoleGroup,
     ) -> None:
         names = [reward.name for reward in rewards]
         twice = {name for name in names if names.count(name) > 1}
@@ -64,7 +68,7 @@ class Rewards:
                 else "no reward given"
             )
         self.rewards = {reward.name: reward for reward in rewards}
-        self.tokenizer, self.examine = tokenizer, examine
+        self.tokenizer, self.examine, self._group = tokenizer, examine, group
         self._pools: dict[float, ScoringPool] = {}
         self._workers, self._memory_bytes = workers, memory_bytes
 
@@ -91,7 +95,7 @@ class Rewards:
     def outcomes(self, responses: Sequence[Response], rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Outcome]]:
         """Per response, the outcome of each reward by its name."""
         found: list[dict[str, Outcome]] = [{} for _ in responses]
-        pending: list[tuple[str, int, Future[Outcome]]] = []
+        pending: list[tuple[str, list[int], Future[Any]]] = []
         models: list[tuple[str, list[int], Callable[[], list[Outcome]]]] = []
         coroutines: list[tuple[Reward, list[int], dict[str, Any]]] = []
         for reward in self.rewards.values():
@@ -100,22 +104,27 @@ class Rewards:
                 found[i][reward.name] = Abstain("the reward is for other data")
             if isinstance(reward, RewardModel):
                 if places:
-                    wait = reward.start([responses[i] for i in places], [rows[i] for i in places])
+                    wait = reward.start([responses[i] for i in places], [rows[i] for i in places], self._group)
                     models.append((reward.name, places, wait))
                 continue
             for part in [places] if reward.batched and places else [[i] for i in places]:
                 arguments = reward.arguments([responses[i] for i in part], [rows[i] for i in part])
                 if reward.is_async:
                     coroutines.append((reward, part, arguments))
-                elif reward.inline or reward.batched:
+                elif reward.inline:
                     self._here(reward, part, arguments, found)
+                elif reward.batched:
+                    batch = self._pool(reward.timeout_s).submit_batch(reward.name, len(part), **arguments)
+                    pending.append((reward.name, part, batch))
                 else:
-                    future = self._pool(reward.timeout_s).submit(reward.name, **arguments)
-                    pending.append((reward.name, part[0], future))
+                    one = self._pool(reward.timeout_s).submit(reward.name, **arguments)
+                    pending.append((reward.name, part, one))
         if coroutines:
             asyncio.run(self._together(coroutines, found))
-        for name, place, future in pending:
-            found[place][name] = future.result()
+        for name, places, running in pending:
+            result = running.result()
+            for place, outcome in zip(places, result if isinstance(result, list) else [result], strict=True):
+                found[place][name] = outcome
         for name, places, wait in models:
             for place, outcome in zip(places, wait(), strict=True):
                 found[place][name] = outcome
@@ -148,7 +157,7 @@ class Rewards:
                 reward.name: reward.function
                 for reward in self.rewards.values()
                 if isinstance(reward, Reward)
-                and not (reward.inline or reward.is_async or reward.batched)
+                and not (reward.inline or reward.is_async)
                 and reward.timeout_s == timeout_s
             }
             self._pools[timeout_s] = ScoringPool(
@@ -180,20 +189,20 @@ class Rewards:
         await asyncio.gather(*(one(*call) for call in calls))
 
 
+def unscored(rewards: Sequence[Reward | RewardModel], data: Prompts) -> Iterator[str]:
+    """A fault if the data have a source whose rows no reward scores: responses to these would never be trained on."""
+    rows = {str(prompt.row.get("data_source")): prompt.row for prompt in (data[place] for place in range(len(data)))}
+    without = sorted(source for source, row in rows.items() if not any(reward.scores(row) for reward in rewards))
+    if without:
+        sources = sorted({source for reward in rewards for source in reward.sources})
+        yield f"data: no reward is for data_source {', '.join(without[:5])}; the rewards are for {', '.join(sources)}"
+
+
 def _put(reward: Reward, places: list[int], value: Any, found: list[dict[str, Outcome]]) -> None:
     """Store the outcomes of a call for its responses."""
-    if not reward.batched:
-        found[places[0]][reward.name] = to_outcome(value)
-        return
-    try:
-        values = list(value)
-    except TypeError:
-        values = []
-    if len(values) != len(places) or isinstance(value, (str, bytes, Mapping)):
-        reason = f"the scorer returned {_described(value)} for {len(places)} responses: expected a list of as many"
-        values = [Failed(reason)] * len(places)
-    for place, one in zip(places, values, strict=True):
-        found[place][reward.name] = to_outcome(one)
+    outcomes = to_outcomes(value, len(places)) if reward.batched else [to_outcome(value)]
+    for place, outcome in zip(places, outcomes, strict=True):
+        found[place][reward.name] = outcome
 
 
 def _shown(response: Response, row: Mapping[str, Any], outcomes: Mapping[str, Outcome]) -> str:
@@ -201,11 +210,6 @@ def _shown(response: Response, row: Mapping[str, Any], outcomes: Mapping[str, Ou
     if (truth := ground_truth_of(row)) is not None:
         lines.append(f"[ground truth] {truth}")
     return "\n".join([*lines, *(f"[{name}] {outcome}" for name, outcome in outcomes.items())])
-
-
-def _described(value: Any) -> str:
-    size = f" of length {len(value)}" if hasattr(value, "__len__") else ""
-    return f"{type(value).__name__}{size}"
 
 
 def _failed(error: Exception) -> Failed:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,6 +17,7 @@ from rlmesh import SendsWeights, rpc
 from rlmesh.rl.algorithms.protocol import Normalisers
 from rlmesh.rl.components import policy_share
 from rlmesh.rl.engines.training.packed import PackedPart
+from rlmesh.rl.engines.training.protocol import Lora
 from rlmesh.rl.packing import Pack
 from rlmesh.rl.roles.host_copy import HostCopy
 from rlmesh.rl.roles.trained import TRAINING, Share, TrainedRole, common_metrics, mean_of
@@ -33,7 +36,7 @@ class ActorRole(TrainedRole, SendsWeights):
 
     section = "actor"
     host_copy: HostCopy | None = None
-    """The weights of the last step, for a push while the engine sleeps; ``None``: the engine never sleeps."""
+    """The weights of the last step, for a push while the training engine sleeps; ``None``: it never sleeps."""
 
     def make_model(self) -> nn.Module:
         from transformers import AutoModelForCausalLM
@@ -43,8 +46,11 @@ class ActorRole(TrainedRole, SendsWeights):
 
     @rpc
     def log_probs(self, packs: Sequence[Pack], version: int) -> list[NDArray[np.float32]]:
-        """Log-probabilities of the targets of this rank's packs, ``[targets]`` each, at the sampling temperature, by
-        the weights of this version."""
+        """Log-probabilities of the targets of this rank's packs, ``[targets]`` each, at the sampling temperature.
+
+        Raises:
+            SourceRestarted: the weights are not those of ``version``.
+        """
         self.require(version)
         with self.turns.turn(TRAINING):
             found = self.engine.packed_log_probs(packs, temperature=self.run_settings.rollout.temperature)
@@ -52,14 +58,22 @@ class ActorRole(TrainedRole, SendsWeights):
 
     @rpc
     def update(self, shares: Sequence[Share], version: int) -> dict[str, float]:
-        """Make the optimizer steps on this rank's shares of a batch, from the weights of this version on.
+        """Make the optimizer steps on this rank's shares of a batch, beginning with the weights of ``version``.
 
         Returns:
             means over the tokens of the whole batch, and norms; the same on every rank.
+
+        Raises:
+            SourceRestarted: the weights are not those of ``version``.
+            ValueError: there are several shares in a pass, and one is without the log-probabilities of old weights,
+                which no weights after the first optimizer step can give.
         """
         self.require(version)
+        if len(shares) > 1 and any(each.old_log_probs is None for share in shares for each in share.columns):
+            raise ValueError("several optimizer steps in a pass need the old log-probabilities of the whole batch")
+        self._first_log_probs: list[Tensor] = []
         with self.turns.turn(TRAINING):
-            reports = self.train(shares, partial(self.loss, normalisers=shares[0].normalisers))
+            reports = self.train(shares, partial(self._recorded_loss, shares[0]))
             if self.host_copy is not None:
                 self.host_copy.take()
         metrics = dict(common_metrics(reports))
@@ -70,10 +84,51 @@ class ActorRole(TrainedRole, SendsWeights):
             "trained_tokens": sum(report.statistics.get("tokens", 0.0) for report in reports) / self.settings.epochs,
         }
 
+    @rpc
+    def first_log_probs(self) -> list[NDArray[np.float32]]:
+        """Log-probabilities of the targets of this rank's packs by the weights before the last update, ``[targets]``
+        each, kept from the update's first epoch."""
+        return [each.cpu().numpy() for each in self._first_log_probs]
+
+    def next_share(self, share: Share) -> Share:
+        # The ratio of all epochs is measured from the weights before the first one.
+        if all(each.old_log_probs is not None for each in share.columns):
+            return share
+        columns = tuple(
+            replace(each, old_log_probs=own) for each, own in zip(share.columns, self._first_log_probs, strict=True)
+        )
+        return replace(share, columns=columns)
+
+    def _recorded_loss(self, share: Share, model: nn.Module, part: PackedPart) -> tuple[Tensor, Mapping[str, Tensor]]:
+        """The loss; the log-probabilities of the first pass over each pack are kept."""
+
+        def keep(_: nn.Module, args: Any, terms: Any) -> None:
+            if len(self._first_log_probs) < len(share.packs):
+                self._first_log_probs.append(terms.log_probs.detach().float())
+
+        hook = model.register_forward_hook(keep)
+        try:
+            return self.loss(model, part, share.normalisers)
+        finally:
+            hook.remove()
+
     def loss(self, model: nn.Module, part: PackedPart, normalisers: Normalisers) -> tuple[Tensor, Mapping[str, Tensor]]:
-        """This pack's share of the loss, and shares of statistics; see `TrainingEngine.train_step`."""
+        """This pack's share of the loss, and shares of statistics; see `TrainingEngine.train_step`.
+
+        If the algorithm does not read log-probabilities, ``part.columns.old_log_probs`` is ``None`` in the first epoch:
+        this pass's own log-probabilities are the old ones then, and each ratio is 1.
+        """
         terms = model(packed=part.inputs, temperature=self.run_settings.rollout.temperature)
         return policy_share(terms, part.columns, normalisers, self.run_settings.algorithm)
+
+    @property
+    def pushed(self) -> Lora | None:
+        """The form in which engines get the weights. With LoRA: ``"adapter"``, the adapter alone, for engines of
+        transformers, or ``"merged"``, all weights with the adapter added, for the others. Without LoRA: None, all
+        weights."""
+        if self.settings.lora.rank == 0:
+            return None
+        return "adapter" if self.run_settings.rollout.engine == "transformers" else "merged"
 
     @rpc
     def restore(self, step: int) -> None:
@@ -83,7 +138,7 @@ class ActorRole(TrainedRole, SendsWeights):
 
     def offer_weights(self) -> None:
         """Make the weights the source of later pushes."""
-        source = self.engine.named_tensors()
+        source = self.engine.named_tensors(lora=self.pushed)
         if self.turns.leased:
             with self.turns.turn(TRAINING):
                 source = self.host_copy = HostCopy(source)

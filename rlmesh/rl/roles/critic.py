@@ -35,17 +35,24 @@ class CriticRole(TrainedRole):
 
     @rpc
     def values(self, packs: Sequence[Pack], version: int) -> list[NDArray[np.float32]]:
-        """The value before each target of this rank's packs, ``[targets]`` each, by the weights of this version."""
+        """The value before each target of this rank's packs, ``[targets]`` each.
+
+        Raises:
+            SourceRestarted: the weights are not those of ``version``.
+        """
         self.require(version)
         with self.turns.turn(TRAINING):
             return [values.float().cpu().numpy() for values in self.engine.packed_values(packs)]
 
     @rpc
     def update(self, shares: Sequence[Share], version: int) -> dict[str, float]:
-        """Make the optimizer steps on this rank's shares of a batch, from the weights of this version on.
+        """Make the optimizer steps on this rank's shares of a batch, beginning with the weights of ``version``.
 
         Returns:
             means over the tokens of the whole batch, and norms; the same on every rank.
+
+        Raises:
+            SourceRestarted: the weights are not those of ``version``.
         """
         self.require(version)
         with self.turns.turn(TRAINING):
@@ -58,6 +65,6 @@ class CriticRole(TrainedRole):
 
     def loss(self, model: nn.Module, part: PackedPart, tokens: float) -> tuple[Tensor, Mapping[str, Tensor]]:
         """This pack's share of the loss, and shares of statistics; see `TrainingEngine.train_step`."""
-        # An algorithm of one's own needs no clipping.
+        # A user's own algorithm may have no `value_clip`: its values are not clipped.
         clip = getattr(self.run_settings.algorithm, "value_clip", None)
         return value_share(model(packed=part.inputs), part.columns, tokens=tokens, clip=clip)

@@ -17,7 +17,7 @@ __all__ = ["choose_device", "run_settings"]
 
 
 def run_settings() -> Run:
-    """The `Run` that the job's ``.config(…)`` has, or that its mapping describes (`Run.from_config`).
+    """The `Run` of the job: what was given to ``.config(…)``, a `Run` or anything that `Run.from_config` takes.
 
     Raises:
         UsageError: the configuration is neither.
@@ -37,7 +37,11 @@ def run_settings() -> Run:
 
 
 def choose_device(threads: int) -> torch.device:
-    """This process's device: its GPU if it has one. ``threads``: of CPU work; 0: torch's default."""
+    """This process's device: its GPU if it has one, else the CPU.
+
+    Args:
+        threads: the number of torch's threads on the CPU; 0: torch's default.
+    """
     if torch.cuda.is_available():
         return torch.device("cuda")
     if threads:

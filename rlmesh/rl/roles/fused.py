@@ -1,7 +1,7 @@
 """`ActorRollout` and `ActorRolloutRef`: one process trains the policy, samples with it, and keeps the reference.
 
-The process takes turns with itself: the training engine is offloaded while the rollout engine is awake, and the other
-way round. Weights go from one to the other through a copy in host memory, so that both never need the device at once.
+The parts take turns: the training engine is offloaded while the rollout engine is awake, and the other way round.
+Weights go from one to the other through a copy in host memory, so that the two never need the device at once.
 """
 
 from __future__ import annotations
@@ -47,19 +47,23 @@ class ActorRollout(ActorRole):
 
     def offer_weights(self) -> None:
         with self.turns.turn(TRAINING):
-            self.host_copy = HostCopy(self.engine.named_tensors())
+            self.host_copy = HostCopy(self.engine.named_tensors(lora=self.pushed))
             self.host_copy.take()
 
     @rpc
     def publish(self, version: int) -> None:
-        """Let the rollout engine serve the weights of the last step, whose version this must be."""
+        """Let the rollout engine serve the weights of the last step, as ``version``.
+
+        Raises:
+            SourceRestarted: the last step has another version.
+        """
         self.require(version)
         with self.turns.turn(ROLLOUT):
             self.host_copy.give(self.rollout_engine, version)
 
     @rpc
     def generate(self, prompts: Sequence[Sequence[int]], params: SamplingParams) -> list[Sample]:
-        """One sample per prompt, from a seed that follows from the call's and from the rank."""
+        """One sample per prompt. The engine's seed is made of the call's seed and the rank."""
         with self.turns.turn(ROLLOUT):
             return self.rollout_engine.generate(prompts, engine_params(params, current_worker().rank))
 

@@ -1,4 +1,4 @@
-"""`HostCopy`: a copy of trained weights in host memory, which can be given away while the training engine sleeps."""
+"""`HostCopy`: a copy of trained weights in host memory, so that they can be pushed while the training engine sleeps."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ __all__ = ["HostCopy"]
 BUCKET_BYTES = 256 << 20
 """The size of the parts in which weights are gathered and given to an engine of this process."""
 FLIP_S = 60.0
+"""Seconds to wait until the engine lets its version change."""
 
 
 class HostCopy:
@@ -81,7 +82,8 @@ class HostCopy:
         return self._taken
 
     def give(self, engine: RolloutEngine, version: int) -> None:
-        """Let a rollout engine of this process, which is awake, serve these weights under a version."""
+        """Write these weights into a rollout engine of this process, and let it serve them as ``version``. The engine
+        must be awake."""
         sink, gate = engine.sink, engine.gate
         gate.close(f"version {version} is being written", FLIP_S)
         gate.set_version(None, f"the write of version {version} was not completed")

@@ -30,7 +30,7 @@ class FrozenPolicy(FrozenModel):
 
     Args:
         model: in eval mode, on its device.
-        temperature: that of sampling.
+        temperature: at which responses are sampled; log-probabilities are computed at the same one.
     """
 
     def __init__(self, model: nn.Module, temperature: float) -> None:

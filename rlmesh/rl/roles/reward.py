@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from rlmesh import current_worker, rpc
+from rlmesh import RLJobBuilder, current_worker, rpc
 from rlmesh.errors import UsageError
 from rlmesh.rl.rewards.model import Conversation, RewardModel
 from rlmesh.rl.roles.defaults import choose_device, run_settings
@@ -19,22 +19,21 @@ from rlmesh.rl.types import Failed, Outcome, Score
 if TYPE_CHECKING:
     from rlmesh.rl.trainers.run import Run
 
-__all__ = ["ModelScorer", "RewardRole"]
-
-REWARD = "reward"
+__all__ = ["ModelScorer", "RewardRole", "add_reward_roles", "conversation_ids"]
 
 
 class RewardRole(TakesTurns):
-    """Scores conversations with the reward model of the run that is named as its role. Override `make_scorer`."""
+    """Scores conversations with one of the run's reward models: the one whose role this is. Override `make_scorer`."""
 
     def setup(self) -> None:
         self.run_settings: Run = run_settings()
-        self.settings = next(one for one in self.run_settings.reward_models if one.role == current_worker().role)
+        role = current_worker().role
+        self.settings = next(one for one in self.run_settings.reward_models if one.role == role)
         self.device = choose_device(self.settings.threads)
         self.turns = self.make_turns()
         with self.turns.lease():
             self.scorer = self.make_scorer()
-            self.turns.add(REWARD, wake=self.scorer.wake, sleep=self.scorer.sleep)
+            self.turns.add(role, wake=self.scorer.wake, sleep=self.scorer.sleep)
 
     def make_scorer(self) -> ModelScorer:
         """The model with its tokenizer."""
@@ -43,7 +42,7 @@ class RewardRole(TakesTurns):
     @rpc
     def score(self, conversations: Sequence[Conversation]) -> list[Outcome]:
         """The outcome of each conversation, in their order."""
-        with self.turns.turn(REWARD):
+        with self.turns.turn(current_worker().role):
             return self.scorer.score(conversations)
 
 
@@ -107,11 +106,7 @@ class ModelScorer(FrozenModel):
         return found
 
     def encode(self, one: Conversation) -> list[int] | Failed:
-        """The model's input ids of a conversation.
-
-        The end of a response that ended by itself is the end token, where the tokenizer has one, or that of the chat
-        template.
-        """
+        """The model's input ids of a conversation."""
         if self.settings.inputs == "ids":
             ids: list[int] = one.ids.tolist()
             return ids
@@ -120,15 +115,11 @@ class ModelScorer(FrozenModel):
                 f"the episode has {one.turns} turns of the policy, which are no text for another tokenizer: use a "
                 "reward model with the policy's vocabulary and inputs='ids'"
             )
-        if not isinstance(one.prompt, str):
-            messages = [*one.prompt, {"role": "assistant", "content": one.response}]
-            return list(self.tokenizer.apply_chat_template(messages, tokenize=True, return_dict=True)["input_ids"])
-        ids = list(self.tokenizer(one.prompt + one.response)["input_ids"])
-        end = self.tokenizer.eos_token_id
-        return [*ids, end] if one.ended and end is not None and ids[-1:] != [end] else ids
+        return conversation_ids(self.tokenizer, one.prompt, one.response, ended=one.ended)
 
     def _batches(self, rows: dict[int, list[int]]) -> Iterator[list[int]]:
-        """Places of rows of similar length, within the budget of tokens; one by one if the model has no padding."""
+        """Batches of places: rows of similar length, within the token budget; single rows if the model has no padding
+        token."""
         batch: list[int] = []
         for place in sorted(rows, key=lambda one: -len(rows[one])):
             width = len(rows[batch[0]]) if batch else 0
@@ -147,3 +138,40 @@ class ModelScorer(FrozenModel):
             logits = self.model(input_ids=ids, attention_mask=mask).logits.float()
         rewards = logits[:, 0] if self.label is None else logits.softmax(-1)[:, self.label]
         return [float(value) for value in rewards.cpu()]
+
+
+def add_reward_roles(builder: RLJobBuilder, rewards: Iterable[object], resource: Mapping[str, Any]) -> list[str]:
+    """Add a role to a job for each reward model among its rewards.
+
+    Args:
+        builder: of the job.
+        rewards: of the run.
+        resource: of each member, as for ``.resource(…)``.
+
+    Returns:
+        the names of the roles.
+    """
+    models = [one for one in rewards if isinstance(one, RewardModel)]
+    for model in models:
+        builder.role(model.role).run(RewardRole).resource(**resource).total(model.members)
+    return [model.role for model in models]
+
+
+def conversation_ids(
+    tokenizer: Any, prompt: str | Sequence[Mapping[str, Any]], response: str, *, ended: bool = True
+) -> list[int]:
+    """Token ids of a prompt and its response, for the training of a reward model and for its scores alike.
+
+    Args:
+        tokenizer: of the reward model.
+        prompt: a text, or chat messages, which the tokenizer's chat template formats together with the response.
+        response: the text.
+        ended: the response ended by itself. If ``prompt`` is a text, the tokenizer's end token is then appended, unless
+            it is there already.
+    """
+    if not isinstance(prompt, str):
+        messages = [*map(dict, prompt), {"role": "assistant", "content": response}]
+        return list(tokenizer.apply_chat_template(messages, tokenize=True, return_dict=True)["input_ids"])
+    ids = list(tokenizer(prompt + response)["input_ids"])
+    end = tokenizer.eos_token_id
+    return [*ids, end] if ended and end is not None and ids[-1:] != [end] else ids

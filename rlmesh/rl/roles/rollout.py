@@ -1,4 +1,4 @@
-"""`RolloutRole`: an engine that samples with the weights that it was pushed last."""
+"""`RolloutRole`: an engine that samples with the weights of the last push."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["ROLLOUT", "RolloutRole", "engine_params", "make_rollout_engine"]
 
 ROLLOUT = "rollout"
 SEEDS = 1009
-"""The distance between the seeds of two calls, which leaves room for one seed per engine."""
+"""Seeds per call: engine number n takes the n-th of them, so that no two engines and calls share a seed."""
 
 
 class RolloutRole(TakesTurns, ReceivesWeights):
@@ -32,7 +32,7 @@ class RolloutRole(TakesTurns, ReceivesWeights):
         self.turns = self.make_turns()
         with self.turns.lease():
             self.engine = self.make_engine()
-            # Every sleep is followed by a push before the next sample: nothing is worth keeping.
+            # Level 2 drops the weights: after every sleep a push brings new ones before the next sample.
             self.turns.add(ROLLOUT, wake=self.engine.wake, sleep=lambda: self.engine.sleep(2))
         self.receive_weights(self.engine.sink)
 
@@ -59,7 +59,7 @@ class RolloutRole(TakesTurns, ReceivesWeights):
 
 
 def engine_params(params: SamplingParams, rank: int) -> SamplingParams:
-    """The parameters of one engine, whose seed follows from the call's and from the engine's rank."""
+    """The parameters for one engine: its seed is made of the call's seed and the engine's rank."""
     seed = None if params.seed is None else params.seed * SEEDS + rank
     return dataclasses.replace(params, seed=seed)
 
@@ -69,7 +69,7 @@ def make_rollout_engine(run: Run, *, sleeps: bool = False) -> RolloutEngine:
 
     Args:
         run: the settings.
-        sleeps: the engine shares its device, so it must be able to free its memory, and keeps the weights once.
+        sleeps: the engine shares its device. It must be able to free its memory, and keeps one copy of the weights.
     """
     settings = run.rollout
     if settings.engine == "transformers":
@@ -83,7 +83,8 @@ def make_rollout_engine(run: Run, *, sleeps: bool = False) -> RolloutEngine:
         tokenizer = AutoTokenizer.from_pretrained(run.model)
         pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else (tokenizer.eos_token_id or 0)
         mode: dict[str, Any] = {"mode": "in_place"} if sleeps else {}
-        return TransformersEngine(model, pad_token_id=pad, **{**mode, **settings.options})
+        options = {**mode, "lora": run.actor.lora.options(), "tokenizer": tokenizer, **settings.options}
+        return TransformersEngine(model, pad_token_id=pad, **options)
     from rlmesh.rl.engines.vllm.async_engine import AsyncVllmEngine
     from rlmesh.rl.engines.vllm.sync_engine import VllmEngine
 

@@ -40,9 +40,9 @@ class Share:
     Attributes:
         packs: of this rank; may be none.
         columns: of each pack, on the CPU.
-        empty: the columns of a pack without targets.
-        normalisers: of the whole batch, over all ranks, divided by the optimizer steps of a pass.
-        tokens: with a weight in the policy component, of the whole batch, divided in the same way.
+        empty: the columns of a pack without targets, for a pass of a rank that has fewer packs than others.
+        normalisers: of the whole batch, over all ranks, divided by the optimizer steps of a pass over the batch.
+        tokens: number of tokens of the whole batch that have a weight in the policy component, divided in the same way.
     """
 
     packs: tuple[Pack, ...]
@@ -77,7 +77,7 @@ class TrainedRole(TakesTurns):
             dist.destroy_process_group()
 
     def make_parts(self) -> None:
-        """Make what is used on the device, and add each part to the turns."""
+        """Make the engines and models that use the device, and add each to ``self.turns``."""
         self.engine = self.make_engine()
         self.turns.add(TRAINING, wake=lambda: self.engine.reload(), sleep=lambda: self.engine.offload())
 
@@ -92,11 +92,18 @@ class TrainedRole(TakesTurns):
     def train(self, shares: Sequence[Share], loss: Any) -> list[StepReport]:
         """Make an optimizer step on each of this rank's shares of a batch, in each epoch."""
         reports = []
-        for share in [*shares] * self.settings.epochs:
-            columns = [_on(self.device, each) for each in share.columns]
-            batch = PackedBatch(share.packs, columns, _on(self.device, share.empty), self.device)
-            reports.append(self.engine.train_step(batch, loss))
+        for epoch in range(self.settings.epochs):
+            if epoch:
+                shares = [*map(self.next_share, shares)]
+            for share in shares:
+                columns = [_on(self.device, each) for each in share.columns]
+                batch = PackedBatch(share.packs, columns, _on(self.device, share.empty), self.device)
+                reports.append(self.engine.train_step(batch, loss))
         return reports
+
+    def next_share(self, share: Share) -> Share:
+        """The share of the next epoch, given that of the epoch just made."""
+        return share
 
     # Versions.
 
@@ -111,7 +118,7 @@ class TrainedRole(TakesTurns):
         return self.engine.steps // self.settings.updates
 
     def require(self, version: int) -> None:
-        """Refuse to go on with the weights of another step: a role that restarts between two calls has lost steps.
+        """Refuse to go on unless the weights are those of ``version``: a role that has restarted has lost steps.
 
         Raises:
             SourceRestarted: the weights have seen another number of steps of the run.
@@ -128,7 +135,10 @@ class TrainedRole(TakesTurns):
 
     @rpc
     def restore(self, step: int) -> None:
-        """Have the weights and the optimizer state of a step: as they are, from its checkpoint, or those of the start.
+        """Go to the weights and the optimizer state of a step.
+
+        Nothing is done if they are here already. Else they come from the step's checkpoint, or, for step 0, from the
+        initial model.
 
         Raises:
             UsageError: the step has no checkpoint.
@@ -169,6 +179,7 @@ def make_engine(kind: str, model: nn.Module, settings: ActorSettings, steps: int
         max_grad_norm=settings.max_grad_norm,
         activation_checkpointing=settings.activation_checkpointing,
         precision=settings.precision,
+        lora=settings.lora.options(),
     )
     if kind == "ddp":
         from rlmesh.rl.engines.training.ddp import DDPEngine
@@ -187,7 +198,7 @@ def make_engine(kind: str, model: nn.Module, settings: ActorSettings, steps: int
 
 
 def mean_of(reports: Sequence[StepReport], name: str) -> float:
-    """The mean of a statistic over the tokens that the policy component counts, of all optimizer steps."""
+    """The mean of a statistic over the tokens that the losses of all optimizer steps counted (statistic ``tokens``)."""
     tokens = sum(report.statistics.get("tokens", 0.0) for report in reports)
     return sum(report.statistics[name] for report in reports) / max(tokens, 1.0)
 

@@ -1,9 +1,9 @@
 """`Turns`: the parts of a process that use its devices one at a time, such as a training and a rollout engine.
 
-Roles that share their devices with other roles take a device lease for each turn
-(`rlmesh.WorkerContext.device_lease`), and put their parts to sleep at its end. So at most one part of all processes on
-a device is awake. A role with its devices to itself needs no lease, and its parts sleep only while another one of them
-is awake.
+A part is awake if its weights and state are on the device, and asleep if they are not. Roles that share their devices
+with other roles take a device lease for each turn (`rlmesh.WorkerContext.device_lease`), and put their parts to sleep
+when they return it. So of all processes on a device, at most one has a part that is awake. A role with its devices to
+itself needs no lease, and a part of it sleeps only while another one is awake.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Turns:
         return cls(leased=len(current_worker().collocated_roles) > 1)
 
     def lease(self) -> AbstractContextManager[object]:
-        """A block in which no other process uses the devices. Make parts within one."""
+        """A block in which no other process uses the devices. Make parts within such a block."""
         return current_worker().device_lease(sleep=self.sleep) if self.leased else nullcontext()
 
     def add(self, name: str, *, wake: Callable[[], object], sleep: Callable[[], object]) -> None:
@@ -77,7 +77,7 @@ class Turns:
 
 
 class TakesTurns:
-    """A role whose devices may be shared: the trainer decides for how long it keeps them."""
+    """A role whose devices may be shared. The trainer decides for how long the role keeps them."""
 
     turns: Turns
 

@@ -61,8 +61,8 @@ class ValueModel(nn.Module):
         *,
         packed: PackedInputs | None = None,
     ) -> Tensor:
-        """Values before each token is sampled: of a pack's targets, ``[targets]``; else after each token of a padded
-        batch, ``[batch, time, 1]``."""
+        """With ``packed``, the value before each target of a pack, ``[targets]``; without, the value after each token
+        of a padded batch, ``[batch, time, 1]``."""
         if packed is not None:
             # FSDP2 warns of outputs that are views.
             return packed_values(self.backbone, self.head, packed).clone()

@@ -18,11 +18,11 @@ class Buffer(Protocol):
     """The interface that every pipeline offers to the training loop."""
 
     def take(self, step: int) -> list[Group]:
-        """The groups of a step, in the order of its prompts. The step's slots stay taken until `free`."""
+        """The groups of a step, in the order of its prompts. They count as in use until `free` is called."""
         ...
 
     def free(self, step: int) -> None:
-        """The groups of the step are trained, dropped or failed."""
+        """Report that the groups of a step are done with: trained on, dropped or failed."""
         ...
 
 

@@ -1,4 +1,4 @@
-"""From what the roles give per pack to tensors of the whole batch, and from these to each rank's share of a step."""
+"""Puts the roles' answers, which are per pack, into tensors of the whole batch, and divides a step among the ranks."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """A `Run` from a file: YAML or JSON with the keys of `Run`, or a Python file that defines ``run``.
 
-The folder of the file is put on ``sys.path``, as that of a script is, so that ``module:function`` finds what lies
-beside it.
+The folder of the file is put on ``sys.path``, as Python does for a script, so that ``module:function`` finds modules
+beside the file.
 """
 
 from __future__ import annotations
@@ -30,9 +30,8 @@ def load_run(config: Any, overrides: Sequence[str] = (), *, look: bool = False) 
 
     Args:
         config: a path, or what :func:`rlmesh.rl.trainers.config_reader.read_run` takes.
-        overrides: ``section.key=value`` texts, which come last.
-        look: look at the folder of the model and the files of the data too, so that their faults come in the same
-            message.
+        overrides: ``section.key=value`` texts, which replace values of ``config``.
+        look: if something is wrong, check the model's folder and the data files too, for one message with all faults.
 
     Raises:
         UsageError: lists all faults.
@@ -64,7 +63,7 @@ def _existing(path: Path) -> Path:
 
 
 def _yaml(path: Path) -> Any:
-    # OmegaConf's reader takes 1e-6 for a number, which YAML 1.1 does not, and refuses a key that is there twice.
+    # OmegaConf reads 1e-6 as a number (YAML 1.1 reads a text), and refuses a key that occurs twice.
     try:
         from omegaconf import DictConfig, OmegaConf
     except ImportError as error:

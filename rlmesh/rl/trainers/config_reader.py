@@ -1,6 +1,6 @@
-"""`read_run`: a `Run` from plain values, such as those of a YAML file, with all of their faults.
+"""`read_run`: a `Run` from plain values, such as those of a YAML file, or all of their faults.
 
-Keys are those of `Run` and its sections. Algorithm and rewards go by name (:mod:`rlmesh.rl.trainers.named`)::
+Keys are those of `Run` and its sections. Algorithm and rewards are given by name (:mod:`rlmesh.rl.trainers.named`)::
 
     {"model": "…", "data": "…", "rewards": ["gsm8k"], "algorithm": {"name": "grpo", "samples": 8}}
 """
@@ -13,6 +13,7 @@ from types import SimpleNamespace
 from typing import Any, get_args, get_origin, get_type_hints
 
 from rlmesh.errors import UsageError
+from rlmesh.rl.rewards.model import RewardModel
 from rlmesh.rl.rewards.reward import Reward
 from rlmesh.rl.trainers.named import find_algorithm, find_reward
 from rlmesh.rl.trainers.preflight import QUICK, quick_faults
@@ -33,8 +34,8 @@ def read_run(config: Any, overrides: Sequence[str] = (), *, look: bool = False) 
 
     Args:
         config: a mapping, a dataclass, or a configuration of OmegaConf (as Hydra gives it).
-        overrides: ``section.key=value`` texts, which come last.
-        look: if something is wrong, look at the folder of the model and the files of the data too.
+        overrides: ``section.key=value`` texts, which replace values of ``config``.
+        look: if something is wrong, check the model's folder and the data files too, for faults to report with it.
 
     Returns:
         a run and no faults, or ``None`` and one sentence per fault.
@@ -56,7 +57,7 @@ def as_mapping(config: Any) -> dict[str, Any]:
     """Plain values of a mapping, of a dataclass (its sections may be dataclasses), or of OmegaConf.
 
     Raises:
-        UsageError: it is none of them, or OmegaConf misses a value.
+        UsageError: it is none of them, or OmegaConf lacks a value.
     """
     if type(config).__module__.partition(".")[0] == "omegaconf":
         from omegaconf import DictConfig, OmegaConf
@@ -82,7 +83,7 @@ class _SettingsReader:
         self.sections = dict(keys_of(Run))
 
     def override(self, values: dict[str, Any], text: str) -> None:
-        """Set one value, whose sections are made where they are missing."""
+        """Set one value; sections that are missing are made."""
         path, equals, value = text.partition("=")
         if not equals:
             self.faults.append(f"{text!r} is no setting: write section.key=value")
@@ -117,7 +118,7 @@ class _SettingsReader:
         for key in REQUIRED:
             found.setdefault(key, "?")
         try:
-            # Wrong values are left out here, so that this tells the faults of all others.
+            # Values with a known fault are left out, so that the checks of `Run` report the faults of the others.
             run = Run(**found)
         except UsageError as error:
             self.faults += str(error).removeprefix("Run: ").split("\n  ")
@@ -125,7 +126,7 @@ class _SettingsReader:
         return run
 
     def arguments(self, kind: type[Any], values: Mapping[str, Any], where: str) -> dict[str, Any]:
-        """The right ones of a section's values, as arguments of its class."""
+        """The valid values of a section, as arguments of its class; the faults of the others are collected."""
         hints = get_type_hints(kind)
         known = {one.name for one in dataclasses.fields(kind) if one.init}
         found = {}
@@ -191,13 +192,13 @@ class _SettingsReader:
             return None
         return made if len(self.faults) == before else None
 
-    def rewards(self, given: Any) -> list[Reward]:
+    def rewards(self, given: Any) -> list[Reward | RewardModel]:
         entries = given if isinstance(given, Sequence) and not isinstance(given, str) else [given]
         found = [self.reward(one, f"rewards[{place}]") for place, one in enumerate(entries)]
         return [one for one in found if one is not None]
 
-    def reward(self, given: Any, place: str) -> Reward | None:
-        if isinstance(given, Reward):
+    def reward(self, given: Any, place: str) -> Reward | RewardModel | None:
+        if isinstance(given, Reward | RewardModel):
             return given
         settings = {"function": given} if isinstance(given, str) or callable(given) else given
         try:
@@ -205,16 +206,19 @@ class _SettingsReader:
         except UsageError:
             self.faults.append(f"{place}={given!r} must be a name, module:function, or a mapping with a function")
             return None
-        function = settings.pop("function", None)
-        if function is None:
-            self.faults.append(f"{place}.function is missing: write module:function")
+        kind: type[Any] = RewardModel if "model" in settings else Reward
+        what = "model" if kind is RewardModel else "function"
+        chosen = settings.pop(what, None)
+        if chosen is None:
+            self.faults.append(f"{place}.function is missing: write module:function, or model: FOLDER")
             return None
         before = len(self.faults)
-        sections, self.sections = self.sections, {place: tuple(one.name for one in dataclasses.fields(Reward))}
-        arguments = self.arguments(Reward, settings, f"{place}.")
+        sections, self.sections = self.sections, {place: tuple(one.name for one in dataclasses.fields(kind))}
+        arguments = self.arguments(kind, settings, f"{place}.")
         self.sections = sections
         try:
-            made = Reward(find_reward(function) if isinstance(function, str) else function, **arguments)
+            scorer = find_reward(chosen) if kind is Reward and isinstance(chosen, str) else chosen
+            made: Reward | RewardModel = kind(scorer, **arguments)
         except UsageError as error:
             self.faults.append(f"{place}: {error}")
             return None
@@ -225,17 +229,17 @@ _WRONG = object()
 _MEANING = {
     "model": "a folder or a hub name",
     "data": "files or rows of prompts",
-    "rewards": "a list of names or module:function",
+    "rewards": "a list of names or module:function, or {model: FOLDER}",
     "algorithm": "such as {name: grpo, samples: 8}",
 }
 
 
 def _nothing(response: str) -> None:
-    """A reward in the place of wrong ones."""
+    """A placeholder for rewards that could not be read, so that the other settings can be checked."""
 
 
 def _section_in(kind: Any) -> type[Any] | None:
-    """The dataclass of settings that a field may hold."""
+    """The dataclass of settings that a field of this type may hold; ``None``: it holds none."""
     for one in get_args(kind) or (kind,):
         if isinstance(one, type) and dataclasses.is_dataclass(one):
             return one

@@ -1,9 +1,9 @@
 """`fit`: the memory of each role of a run, predicted from shapes, and the largest token budget that fits.
 
 Nothing is started and no weight is read. The model is made from its configuration with tensors that have shapes and no
-data; one forward and backward pass over the fullest pack, and one step of sampling at full length, run over it, and the
-tensors that live at once are counted (:mod:`rlmesh.rl.trainers.tensor_count`). So each model is predicted by its own
-code. What no tensor shows is added as constants: `PROCESS_BYTES`, and `HEADROOM` for fragmentation.
+data. It makes one forward and backward pass over the fullest pack, and one sampling step at full length, while
+:mod:`rlmesh.rl.trainers.tensor_count` counts the bytes of the tensors that live at once. So each model is predicted by
+its own code. Memory outside of tensors is covered by constants: `PROCESS_BYTES`, and `HEADROOM` for fragmentation.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from torch import nn
 
 from rlmesh.rl.engines.training.activation_checkpointing import checkpoint_activations, layers_of
 from rlmesh.rl.engines.training.packed import PackedInputs, packed_hidden, prepare
-from rlmesh.rl.head import chunk_size
+from rlmesh.rl.head import CHUNK_TOKENS
+from rlmesh.rl.rewards.model import RewardModel
 from rlmesh.rl.trainers.full_packs import fullest_pack
 from rlmesh.rl.trainers.tensor_count import TensorCount
 
@@ -42,10 +43,10 @@ class RoleMemory:
     Attributes:
         role: its name.
         members: the number of members.
-        weights, gradients, optimizer: of this member's share.
-        activations: the most above these that a pass needs.
+        weights, gradients, optimizer: those that this member holds.
+        activations: peak of a pass or an optimizer step, beyond weights, gradients, optimizer and cache.
         cache: keys and values of all its responses at full length.
-        process: without any tensor.
+        process: of the process before it has any tensor.
     """
 
     role: str
@@ -69,10 +70,10 @@ class Fit:
 
     Attributes:
         roles: the memory of a member of each role, at the run's token budget.
-        device: name of the device.
-        device_bytes: its memory; ``None``: unknown.
-        token_budget: of the run.
-        step_tokens: the most tokens of a rank in one step; a larger budget changes nothing.
+        device: ``each GPU`` or ``each node``.
+        device_bytes: memory of the device; ``None``: unknown.
+        token_budget: the run's own budget, of the actor.
+        step_tokens: the most tokens of a rank in one step; a budget above that changes nothing.
         largest: the largest token budget that fits, at most ``step_tokens``; 0: none does; ``None``: the memory of the
             device is unknown.
         notes: limits of the prediction.
@@ -127,7 +128,8 @@ def fit(run: Run, device_bytes: int | None = None) -> Fit:
 
 
 def training_bytes(run: Run, tokens: int) -> int:
-    """The most memory above weights and gradients in a forward and backward pass over a pack of so many tokens."""
+    """Peak memory, beyond weights and gradients, of the actor's forward and backward pass over a pack of ``tokens``
+    tokens."""
     return _Shapes(run).training(run.actor, tokens)
 
 
@@ -143,7 +145,7 @@ class _Shapes:
         if self.critic_settings is not None and getattr(self.critic_settings, "model", None):
             self.critic_config = AutoConfig.from_pretrained(self.critic_settings.model)
         self.kind = "cuda" if run.devices_per_node else "cpu"
-        # A torch without CUDA has no tensors of that device: those of "meta" take the same way through the attention.
+        # A torch without CUDA cannot make tensors of that device: use "meta", which takes the same path in attention.
         self.device = self.kind if self.kind == "cpu" or torch.backends.cuda.is_built() else "meta"
         if self.device == "meta" and run.actor.precision != "float32":
             self.notes.append("this torch has no CUDA: activations are predicted in float32, an upper limit")
@@ -188,7 +190,7 @@ class _Shapes:
         return torch.autocast(self.device, torch.bfloat16)
 
     def inputs(self, tokens: int, count: TensorCount) -> PackedInputs:
-        """The fullest pack of so many tokens."""
+        """The fullest pack of at most ``tokens`` tokens."""
         run = self.run
         pack = fullest_pack(
             tokens, run.max_prompt_tokens, run.rollout.max_tokens, run.algorithm.samples, run.batch_size
@@ -197,7 +199,7 @@ class _Shapes:
             return PackedInputs(pack, self.device)
 
     def training(self, settings: Any, tokens: int) -> int:
-        """See `training_bytes`; of the actor or of the critic, by its settings."""
+        """As `training_bytes`, for the model that ``settings`` belong to: the actor or the critic."""
         count, critic = TensorCount(), settings is self.critic_settings
         inputs = self.inputs(tokens, count)
         with self.without_data():
@@ -220,7 +222,7 @@ class _Shapes:
             return count.peak - held
 
     def evaluating(self, tokens: int) -> int:
-        """The most memory above the weights in a forward pass without gradient."""
+        """Peak memory, beyond the weights, of a forward pass without gradient."""
         count = TensorCount()
         inputs = self.inputs(tokens, count)
         with self.without_data(), torch.no_grad():
@@ -232,12 +234,12 @@ class _Shapes:
             return count.peak - held
 
     def sampling(self, rows: int) -> tuple[int, int]:
-        """The cache of so many responses at full length, and the most above it and the weights."""
+        """Bytes of the cache of ``rows`` responses at full length, and the peak beyond cache and weights."""
         from rlmesh.rl.engines.rollout import SamplingParams
         from rlmesh.rl.engines.sampling import log_distribution
 
         prompt, params = self.run.max_prompt_tokens, SamplingParams(1, temperature=self.run.rollout.temperature)
-        # Shapes are the same on all devices, and transformers reads masks, which "meta" has not.
+        # transformers reads the mask's values, which "meta" tensors lack; fake CPU tensors have the same shapes.
         device = "cpu" if self.device == "meta" else self.device
         with self.without_data(device), torch.no_grad():
             model = self.model(device).eval()
@@ -248,7 +250,7 @@ class _Shapes:
                 out: Any = model(
                     input_ids=ids, attention_mask=attend, position_ids=ids, use_cache=True, logits_to_keep=1, **past
                 )
-                # As `draw`, whose noise is one more tensor of this shape.
+                # In place of `draw`: the sampling distribution, and noise of the same shape.
                 log_probs = log_distribution(out.logits[:, -1], params)
                 noise = torch.empty_like(log_probs)
                 del log_probs, noise
@@ -288,7 +290,8 @@ class _Shapes:
         kind, share = self.run.train, -(-whole // settings.ranks)
         weights, gradients, optimizer, gathered = held, whole, 2 * whole, 0
         if kind in ("fsdp2", "zero3"):
-            # The root's parameters, one layer and the next are gathered at once, and the gradients of two in full.
+            # Whole at the same time: parameters and gradients outside of the layers, and those of two layers (the
+            # current one, and the next, which is fetched ahead).
             gathered = 2 * (whole - sum(layers)) + 4 * max(layers, default=0)
             weights, gradients, optimizer = share + held - whole, share, 2 * share
         elif kind in ("zero1", "zero2"):
@@ -317,6 +320,8 @@ class _Shapes:
         if "reference" in run.algorithm.needs:
             above = self.evaluating(run.actor.token_budget)
             yield RoleMemory("REFERENCE", 1, self.weights, activations=above, process=process)
+        if any(isinstance(one, RewardModel) for one in run.scored):
+            self.notes.append("the memory of reward models is not predicted")
         if self.critic_settings is not None:
             yield self.trained("CRITIC", self.critic_settings, self.critic_settings.token_budget)
 
@@ -341,12 +346,12 @@ def _largest(shapes: _Shapes, others: list[RoleMemory], room: int) -> int:
 
     if needed(most) <= room:
         return most
-    # An episode is never cut, so a smaller budget saves nothing.
+    # An episode is never cut, so a budget below one episode saves nothing.
     lower, at_lower = least, needed(least)
     if at_lower > room:
         return 0
-    # Memory grows evenly once the head works in whole chunks; each try is checked by a pass of its own.
-    upper, at_upper = most, needed(max(most, chunk_size(shapes.vocabulary, torch.float32)))
+    # Above one chunk of the head, memory grows linearly, so interpolate; each guess is measured by a pass.
+    upper, at_upper = most, needed(max(most, CHUNK_TOKENS))
     for _ in range(12):
         if upper - lower <= max(64, lower // 50):
             break
@@ -375,7 +380,8 @@ def _bytes_of(module: nn.Module, *, buffers: bool = True) -> int:
 
 
 def _hold(count: TensorCount, model: nn.Module) -> int:
-    """Count weights and gradients, which operations give views of; returns their bytes."""
+    """Add weights and gradients to the count, so that views of them that operations return are not counted as new;
+    returns their bytes."""
     before = count.live
     for tensor in (*model.parameters(), *model.buffers()):
         count.add(tensor)

@@ -11,7 +11,7 @@ __all__ = ["episode_of", "fullest_pack"]
 
 
 def episode_of(prompt: int, response: int) -> Episode:
-    """An episode of so many tokens; all of them are token 0."""
+    """An episode of ``prompt`` and ``response`` tokens; all of them are token 0."""
     turn = Turn(
         np.zeros(response, np.int32),
         "policy",
@@ -26,9 +26,9 @@ def fullest_pack(budget: int, prompt: int, response: int, samples: int, prompts:
 
     Args:
         budget: token limit; an episode that is longer has a pack of its own.
-        prompt, response: tokens of a longest prompt, and of a longest response.
-        samples: responses of each prompt.
-        prompts: of a batch.
+        prompt, response: tokens of the longest prompt, and of the longest response.
+        samples: responses per prompt.
+        prompts: prompts per batch.
     """
     wanted = min(prompts, budget // (prompt + response) + 1)
     episodes = [episode_of(prompt, response) for _ in range(wanted * samples)]

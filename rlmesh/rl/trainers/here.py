@@ -21,8 +21,10 @@ import torch
 import torch.distributed as dist
 
 from rlmesh import Alarm, JobInfo, MetricRecord, RestartEvent, StopRequest, WorkerContext, acting_as
+from rlmesh.rl.rewards.model import RewardModel
 from rlmesh.rl.roles.critic import CriticRole
 from rlmesh.rl.roles.fused import ActorRollout, ActorRolloutRef
+from rlmesh.rl.roles.reward import RewardRole
 from rlmesh.rl.trainers.trainer import Trainer, result_of
 
 if TYPE_CHECKING:
@@ -48,6 +50,7 @@ def run_here(run: Run, run_dir: Path) -> RunResult:
     kinds: dict[str, type[Any]] = {"ACTOR": ActorRolloutRef if "reference" in run.algorithm.needs else ActorRollout}
     if "critic" in run.algorithm.needs:
         kinds["CRITIC"] = CriticRole
+    kinds |= {one.role: RewardRole for one in run.scored if isinstance(one, RewardModel)}
     link = _MetricsLink(run_dir)
     job = JobInfo("here", "here", alone, "GPU" if torch.cuda.is_available() else "CPU")
 
@@ -87,7 +90,7 @@ class TrainerHere(Trainer):
 
 
 class RoleHere:
-    """The one member of a role, in this process: what the trainer uses of a `RoleGroup`.
+    """The one member of a role, in this process, with those methods of `RoleGroup` that the trainer uses.
 
     Args:
         context: of the member.

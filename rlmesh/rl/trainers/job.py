@@ -16,10 +16,10 @@ __all__ = ["build"]
 def build(run: Run) -> DLJob:
     """Describe the job of a run.
 
-    Without GPUs, roles that share devices share virtual ones, which order their turns in the same way.
+    Without GPUs, roles that share devices share virtual ones, so that they take turns as on GPUs.
     """
     from rlmesh.rl.roles.fused import ActorRollout, ActorRolloutRef
-    from rlmesh.rl.roles.reward import RewardRole
+    from rlmesh.rl.roles.reward import add_reward_roles
 
     placed, needs = run.placed, run.algorithm.needs
     gpus = bool(run.devices_per_node)
@@ -40,9 +40,7 @@ def build(run: Run) -> DLJob:
     if "critic" in needs:
         builder.critic().resource(**share).nnodes(run.nodes).nproc_per_node(-(-run.critic.ranks // run.nodes))
         on_devices.append("CRITIC")
-    for model in run.reward_models:
-        builder.role(model.role).run(RewardRole).resource(**share).total(model.members)
-        on_devices.append(model.role)
+    on_devices += add_reward_roles(builder, run.scored, share)
     if placed != "separate" and len(on_devices) > 1:
         builder.with_collocation(*on_devices)
     return builder.build()

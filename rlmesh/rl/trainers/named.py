@@ -18,7 +18,7 @@ ALGORITHMS = {
     "behaviour_cloning": "rlmesh.rl.algorithms:BehaviourCloning",
     "on_policy_distillation": "rlmesh.rl.algorithms:OnPolicyDistillation",
 }
-REWARDS = {name: f"rlmesh.rl.rewards.{name}:compute_score" for name in ("exact", "gsm8k", "math")}
+REWARDS = {name: f"rlmesh.rl.rewards.{name}:compute_score" for name in ("code", "exact", "gsm8k", "math")}
 VARIANTS = {
     **{name: f"loss: {name}" for name in ("dapo", "dr_grpo", "gspo", "cispo", "sapo")},
     **{name: f"advantage: {name}" for name in ("rloo", "remax", "opo", "pass_at_k")},

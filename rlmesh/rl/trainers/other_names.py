@@ -65,6 +65,7 @@ ELSEWHERE: Mapping[str, str] = {
     "eps_clip": "algorithm.clip_low",
     "epsilon": "algorithm.clip_low",
     "clip_ratio_high": "algorithm.clip_high",
+    "eps_clip_low_high": "algorithm.clip_high",
     "epsilon_high": "algorithm.clip_high",
     "clip_ratio_c": "algorithm.dual_clip",
     "rollout_is": "algorithm.correction",
@@ -98,5 +99,6 @@ ELSEWHERE: Mapping[str, str] = {
     "n_gpus_per_node": "devices_per_node",
     "actor_num_gpus_per_node": "devices_per_node",
     "nnodes": "nodes",
+    "actor_num_nodes": "nodes",
 }
-"""Their names, with so much of their section as makes them unique, and ours."""
+"""Another library's name → the setting of `Run`. A name has as many of its sections as make it unique."""

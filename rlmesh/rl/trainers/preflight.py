@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 from rlmesh.errors import UsageError
 from rlmesh.rl.data.dataset import require_prompt
 from rlmesh.rl.data.files import expand, read_rows
-from rlmesh.rl.rewards.model import RewardModel
 
 if TYPE_CHECKING:
+    from rlmesh.rl.rewards.model import RewardModel
     from rlmesh.rl.rewards.reward import Reward
     from rlmesh.rl.trainers.run import Run
 
@@ -27,10 +27,11 @@ READ_BYTES = 32 * 2**20
 
 
 def check(run: Run) -> str:
-    """Check what the settings of a run name. What needs no tokenizer comes first, since loading one takes seconds.
+    """Check the model, the data and the rewards of a run. Checks that need no tokenizer come first, since loading one
+    takes seconds.
 
     Returns:
-        the numbers of rows, for people.
+        a text with the numbers of rows, for people.
 
     Raises:
         UsageError: lists all faults, with the row where a row is at fault.
@@ -47,9 +48,9 @@ def check(run: Run) -> str:
 def quick_faults(
     model: Any = None, data: Any = None, validation: Any = None, batch_size: Any = 1, max_prompt_tokens: Any = None
 ) -> Iterator[str]:
-    """One sentence per fault of a model's folder and of data files that can be seen without torch and transformers.
+    """One sentence per fault of the model's folder and the data that can be found without torch and transformers.
 
-    The arguments are those of `Run`; values of a wrong type are left to others.
+    The arguments are those of `Run`; those of a wrong type are skipped, since other checks report them.
     """
     if isinstance(model, str):
         yield from (f"model={model!r}: {fault}" for fault in _model_faults(model))
@@ -69,7 +70,7 @@ def _model_faults(model: str) -> Iterator[str]:
         return
     if not (folder / "config.json").is_file():
         yield "the folder has no config.json: it is no model that transformers can load"
-    # transformers makes an empty tokenizer where a folder has none.
+    # Checked here, since transformers makes an empty tokenizer if a folder has none.
     if not any((folder / name).exists() for name in TOKENIZER_FILES):
         yield (
             f"the model has no tokenizer: its folder has none of {', '.join(TOKENIZER_FILES)}; save one beside it, "
@@ -97,7 +98,7 @@ def _data_faults(data: Any, least: int, model: Any, longest: int | None) -> Iter
     except (UsageError, OSError) as error:
         yield str(error)
         return
-    except ImportError:  # told when the data set is made
+    except ImportError:  # reported later, when the data set is made
         return
     if not rows:
         return
@@ -123,7 +124,7 @@ def _data_faults(data: Any, least: int, model: Any, longest: int | None) -> Iter
 
 
 def _all_too_long(rows: Sequence[Any], folder: Path, longest: int) -> bool:
-    """True if a text of each row's prompt alone is longer than a prompt may be."""
+    """True if in every row a single text of the prompt already exceeds the limit of a prompt."""
     file = folder / "tokenizer.json"
     if not file.is_file():
         return False
@@ -131,7 +132,7 @@ def _all_too_long(rows: Sequence[Any], folder: Path, longest: int) -> bool:
         from tokenizers import Tokenizer
 
         tokenizer = Tokenizer.from_file(str(file))
-    except Exception:  # told when transformers loads it
+    except Exception:  # reported later, when transformers loads it
         return False
     for row in rows:
         prompt = row.get("prompt")
@@ -159,6 +160,7 @@ def _names_that_occur_twice(rewards: Sequence[Reward | RewardModel]) -> Iterator
 def _slow_faults(run: Run, counts: list[str]) -> Iterator[str]:
     """One sentence per fault that needs the tokenizer; the numbers of rows go to ``counts``."""
     from rlmesh.rl.data.loader import PromptLoader
+    from rlmesh.rl.rewards.scoring import unscored
 
     try:
         tokenizer = _tokenizer(run)
@@ -169,6 +171,7 @@ def _slow_faults(run: Run, counts: list[str]) -> Iterator[str]:
         data = run.dataset(tokenizer)
         counts.append(f"data: {data.counts}")
         yield from _reward_faults(run, tokenizer, data[0])
+        yield from unscored(run.scored, data)
         PromptLoader(data, run.batch_size)
     except (UsageError, OSError, ValueError) as error:
         yield f"data: {error}"
@@ -196,6 +199,7 @@ def _reward_faults(run: Run, tokenizer: Any, prompt: Any) -> Iterator[str]:
     """One sentence per reward that fails on row 0, with a response of one end token."""
     import numpy as np
 
+    from rlmesh.rl.rewards.model import RewardModel
     from rlmesh.rl.rewards.scoring import Rewards
     from rlmesh.rl.types import Episode, Failed, Turn
 

@@ -1,4 +1,4 @@
-"""`Progress`: the finished and the saved step of a run, on disk. All roles go back to the same step by it.
+"""`Progress`: the last finished and the last saved step of a run, on disk; the step to which all roles go back.
 
 A checkpoint of a run has one folder per step, with one folder for each role in training. A step counts as saved once
 all of them are complete, so an actor and a critic never go on from different steps.

@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from rlmesh import DLJob
     from rlmesh.rl.algorithms.protocol import Algorithm
     from rlmesh.rl.data.dataset import RLHFDataset
+    from rlmesh.rl.data.loader import Mixture
 else:
     Algorithm = Any  # settings are made and checked without torch
 
@@ -52,7 +53,7 @@ NEEDS = ("critic", "greedy", "reference")
 
 @dataclass(frozen=True)
 class RunResult:
-    """The end of a run.
+    """The result of a run.
 
     Attributes:
         run_dir: the run directory, with logs, metrics, checkpoints and the exported model.
@@ -71,7 +72,8 @@ class Run:
 
     Attributes:
         model: a folder or a hub name of a causal language model with its tokenizer.
-        data: files or rows of prompts (:class:`rlmesh.rl.data.dataset.RLHFDataset`).
+        data: files or rows of prompts (:class:`rlmesh.rl.data.dataset.RLHFDataset`), or files and their weights in a
+            mixture (:func:`rlmesh.rl.data.loader.load_prompts`).
         rewards: functions, `Reward` and `RewardModel` objects, that score responses.
         algorithm: such as ``GRPO(samples=8)``.
         steps: training steps; each takes one batch of prompts.
@@ -160,7 +162,7 @@ class Run:
         Args:
             config: a YAML, JSON or Python file, a mapping, a dataclass, or a configuration of OmegaConf or Hydra.
                 Algorithm and rewards go by name: ``{"algorithm": {"name": "grpo"}, "rewards": ["gsm8k"], …}``.
-            overrides: ``section.key=value`` texts, which come last.
+            overrides: ``section.key=value`` texts, which replace values of ``config``.
 
         Raises:
             UsageError: lists all faults.
@@ -183,9 +185,6 @@ class Run:
                 yield f"{name}.minibatches={count} must be ≤ batch_size={self.batch_size}"
         if not self.rewards:
             yield "rewards: give at least one reward"
-        names = [one.name.lower() for one in self.scored]
-        if twice := sorted({name for name in names if names.count(name) > 1}):
-            yield f"rewards: two are named {', '.join(twice)}; give them a name=…"
         if self.pipeline not in PIPELINES:
             yield f"pipeline={self.pipeline!r}: there is {', '.join(map(repr, PIPELINES))}"
         for name in ("steps", "batch_size", "max_prompt_tokens", "save_every", "nodes", "reward_workers"):
@@ -217,7 +216,7 @@ class Run:
             )
 
     def check(self) -> None:
-        """Check what the settings name, before any process starts: model, tokenizer, data, rewards on row 0.
+        """Check model, tokenizer, data, and the rewards on row 0, before any process starts.
 
         Raises:
             UsageError: lists all faults.
@@ -232,12 +231,12 @@ class Run:
 
         return AutoTokenizer.from_pretrained(self.model)
 
-    def dataset(self, tokenizer: Any, data: Any = None) -> RLHFDataset:
+    def dataset(self, tokenizer: Any, data: Any = None) -> RLHFDataset | Mixture:
         """The prompts of ``data``, by default the training data."""
-        from rlmesh.rl.data.dataset import RLHFDataset
+        from rlmesh.rl.data.loader import load_prompts
 
         chosen = self.data if data is None else data
-        return RLHFDataset(chosen, tokenizer, max_prompt_tokens=self.max_prompt_tokens)
+        return load_prompts(chosen, tokenizer, seed=self.seed, max_prompt_tokens=self.max_prompt_tokens)
 
     def job(self) -> DLJob:
         """The job of this run: the trainer, and the roles that its settings ask for."""
@@ -247,7 +246,7 @@ class Run:
 
     @property
     def reward_models(self) -> tuple[RewardModel, ...]:
-        """The rewards that a role of their own gives."""
+        """The rewards that are reward models; each has a role of its own."""
         return tuple(one for one in self.scored if isinstance(one, RewardModel))
 
     @property
@@ -283,11 +282,10 @@ class Run:
         return result_of(Path(result.run_dir))
 
     def here(self, name: str = "run", run_dir: str | Path | None = None) -> RunResult:
-        """Check the settings, and run everything in this process, for debugging: no job, and no other process but those
-        of rewards.
+        """Check the settings, and run everything in this process, for debugging. Only rewards have other processes.
 
-        There is one rank and one engine, whatever the settings say; with the same settings otherwise, the numbers are
-        those of the job. A run directory that has a checkpoint is continued.
+        There is one rank and one engine, whatever the settings say: the numbers are those of a job with one rank and
+        one engine. A run directory that has a checkpoint is continued.
 
         Args:
             name: of the new run directory.

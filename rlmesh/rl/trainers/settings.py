@@ -9,15 +9,18 @@ import types
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
+from importlib.util import find_spec
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from rlmesh.errors import UsageError
+from rlmesh.rl.engines.lora import LoraOptions
 from rlmesh.rl.trainers.other_names import ELSEWHERE
 
 __all__ = [
     "ActorSettings",
     "CriticSettings",
     "Engine",
+    "LoraSettings",
     "Placement",
     "Precision",
     "RolloutSettings",
@@ -32,6 +35,40 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
+class LoraSettings:
+    """An adapter that is trained instead of the policy's weights; see `rlmesh.rl.engines.lora.LoraOptions`.
+
+    Attributes:
+        rank: of the adapter; 0: no adapter, all weights are trained.
+        alpha: the adapter is scaled by ``alpha / rank``; null: twice the rank.
+        target_modules: names of the linear layers that get one; ``"all-linear"``: all but the head.
+    """
+
+    rank: int = 0
+    alpha: float | None = None
+    target_modules: str | Sequence[str] = "all-linear"
+
+    def options(self) -> LoraOptions | None:
+        """The adapter for an engine; None: there is none."""
+        targets = self.target_modules
+        named = targets if isinstance(targets, str) else tuple(targets)
+        return LoraOptions(self.rank, self.alpha, named) if self.rank else None
+
+    def faults(self) -> Iterator[str]:
+        """One sentence per fault."""
+        if bad := [*wrong_types(self, "")]:
+            yield from bad
+            return
+        try:
+            wanted = self.options() is not None
+        except UsageError as error:
+            yield str(error).removeprefix("LoraOptions: ")
+            return
+        if wanted and find_spec("peft") is None:
+            yield f"rank={self.rank} needs peft: pip install 'rlmesh[lora]'"
+
+
+@dataclass(frozen=True)
 class ActorSettings:
     """The policy in training.
 
@@ -40,7 +77,7 @@ class ActorSettings:
         lr: peak learning rate of AdamW.
         warmup_steps: steps over which the learning rate rises from 0.
         final_lr: the share of ``lr`` that is left at the last step; the rate falls linearly to it.
-        weight_decay: of AdamW.
+        weight_decay: of AdamW; norms and biases do not decay.
         max_grad_norm: the gradient is scaled down to at most this norm; 0: never.
         epochs: passes over each batch.
         minibatches: optimizer steps of a pass, each on an equal share of the prompts.
@@ -48,6 +85,7 @@ class ActorSettings:
         activation_checkpointing: recompute activations in the backward pass.
         precision: of forward and backward passes.
         threads: of each rank's CPU work; 0: torch's default.
+        lora: train an adapter, and push the adapter alone to engines of transformers.
     """
 
     ranks: int = 1
@@ -62,6 +100,7 @@ class ActorSettings:
     activation_checkpointing: bool = False
     precision: Precision = "float32"
     threads: int = 1
+    lora: LoraSettings = field(default_factory=LoraSettings)
 
     def faults(self) -> Iterator[str]:
         """One sentence per fault."""
@@ -73,6 +112,7 @@ class ActorSettings:
                 yield f"{name}={getattr(self, name)} must be ≥ 0"
         if not 0 <= self.final_lr <= 1:
             yield f"final_lr={self.final_lr} must be in [0, 1]: a share of lr"
+        yield from (f"lora.{fault}" for fault in self.lora.faults())
 
     @property
     def updates(self) -> int:
@@ -97,12 +137,17 @@ class CriticSettings(ActorSettings):
 
     Attributes:
         lr: peak learning rate of AdamW.
-        model: a folder or hub name; ``None``: the run's model. Its layers get a new head, unless it is a model with
-            one label (a reward model).
+        model: a folder or hub name; ``None``: the run's model. A model with one label (a reward model) keeps its head;
+            any other gets a new one.
     """
 
     lr: float = 1e-5
     model: str | None = None
+
+    def faults(self) -> Iterator[str]:
+        yield from super().faults()
+        if self.lora.rank:
+            yield f"lora.rank={self.lora.rank}: only the actor trains an adapter; leave critic.lora out"
 
 
 @dataclass(frozen=True)
@@ -187,7 +232,7 @@ def wrong_types(settings: Any, where: str) -> Iterator[str]:
 
 
 def keys_of(settings: Any) -> Iterator[tuple[str, tuple[str, ...]]]:
-    """The keys of settings, of an object or of its class, by section; the section ``""`` is the outermost."""
+    """Pairs of a section and its keys, for settings given as an object or as a class; ``""`` is the outermost."""
     own = tuple(one.name for one in dataclasses.fields(settings) if one.init)
     yield "", own
     hints = get_type_hints(settings if isinstance(settings, type) else type(settings))
@@ -195,12 +240,13 @@ def keys_of(settings: Any) -> Iterator[tuple[str, tuple[str, ...]]]:
         current = getattr(settings, name, None) if not isinstance(settings, type) else None
         for kind in (type(current), *(get_args(hints[name]) or (hints[name],))):
             if isinstance(kind, type) and dataclasses.is_dataclass(kind):
-                yield name, tuple(one.name for one in dataclasses.fields(kind) if one.init)
+                for inner, keys in keys_of(kind):
+                    yield f"{name}.{inner}".rstrip("."), keys
                 break
 
 
 def unknown_key(place: str, sections: Mapping[str, Sequence[str]]) -> str:
-    """The fault of a key that does not exist, with the one that was meant, in this section or in another.
+    """The message about a key that does not exist, with the key that was probably meant, of this section or another.
 
     Args:
         place: the key with its sections, such as ``actor.learning_rte``.
@@ -210,6 +256,8 @@ def unknown_key(place: str, sections: Mapping[str, Sequence[str]]) -> str:
     own = sections.get(section, ())
     elsewhere = [name for name, keys in sections.items() if name != section and key in keys]
     fault = f"there is no setting {place!r}"
+    if near := get_close_matches(key, own, 1, cutoff=0.85):
+        return f"{fault}; did you mean {f'{section}.{near[0]}'.lstrip('.')}?"
     if elsewhere:
         first, *others = [f"{name}.{key}".lstrip(".") for name in elsewhere]
         belongs = f"the section {elsewhere[0]}" if elsewhere[0] else "no section"
@@ -218,7 +266,7 @@ def unknown_key(place: str, sections: Mapping[str, Sequence[str]]) -> str:
     named = [name for name in ELSEWHERE if f".{place}".endswith(f".{name}") or name == key]
     if not named and (near := get_close_matches(key, own, 1)):
         return f"{fault}; did you mean {f'{section}.{near[0]}'.lstrip('.')}?"
-    # A similar name of another library is no better than none of ours, unless it is very similar.
+    # If no key of this section is similar, suggest another library's name, but only if that is very similar.
     if named := named or get_close_matches(key, ELSEWHERE, 1, cutoff=0.85):
         return f"{fault}; did you mean {ELSEWHERE[named[0]]}, which is {named[0]} elsewhere?"
     for name, keys in sections.items():

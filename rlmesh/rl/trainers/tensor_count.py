@@ -14,9 +14,9 @@ __all__ = ["TensorCount"]
 
 
 class TensorCount(TorchDispatchMode):
-    """Counts the memory of tensors that operations make while it is active, from their making to their end.
+    """Counts the memory of tensors that operations make while it is active, each from its creation to its release.
 
-    It counts tensors without data (meta and fake tensors) like real ones: so the peak of a step follows from shapes.
+    Tensors without data (meta and fake tensors) count like real ones, so the peak of a step can be found from shapes.
     Memory inside of kernels, such as a matrix product's workspace, is not counted.
 
     Attributes:
@@ -30,7 +30,7 @@ class TensorCount(TorchDispatchMode):
         self._known: dict[int, weakref.ref[Any]] = {}
 
     def restart(self) -> None:
-        """Let the peak begin at what is alive now."""
+        """Set ``peak`` to what is alive now."""
         self.peak = self.live
 
     def add(self, tensor: Tensor) -> None:

@@ -1,4 +1,4 @@
-"""The training loop. It fits one screen and is meant to be copied: see `Trainer.fit`."""
+"""The training loop. It fits on one screen, and is meant to be copied and changed: see `Trainer.fit`."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ __all__ = ["Trainer", "result_of"]
 
 PUSHES = 5
 RESTART_NEWS_S = 2.0
-"""The time for which a failed call waits for the news that a restart was its reason, in seconds."""
+"""Seconds that a failed call waits for the news that a restart was its cause."""
 SUMMARY, MODEL = "summary.json", "model"
 
 
@@ -50,8 +50,9 @@ class Trainer:
         self.algorithm = self.settings.algorithm
         self.holder: Any = None
         self.rewards = Rewards(
-            self.settings.scored, self.tokenizer, workers=self.settings.reward_workers, examine=self.settings.examine
-        )
+            self.settings.scored, self.tokenizer, workers=self.settings.reward_workers, examine=self.settings.examine,
+            group=self.group,
+        )  # fmt: skip
         self.validation_rewards = self.rewards
         data = self.settings.dataset(self.tokenizer)
         print(f"data: {data.counts}", flush=True)
@@ -133,9 +134,9 @@ class Trainer:
         return [Episode.of(each) for each in self.engines.call_batch("generate", len(prompts), prompts, params)]
 
     def score(self, rewards: Rewards, groups: Sequence[Group]) -> list[Group]:
-        """The groups, with the outcome of each reward in their episodes."""
+        """The same groups, with the outcome of each reward in their episodes."""
         if self.settings.reward_models:
-            self.hold(None)  # a reward model may share devices with the engines
+            self.hold(None)  # a reward model may need the devices
         return rewards.score(groups)
 
     def usable(self, groups: Sequence[Group]) -> list[Group]:
@@ -154,10 +155,10 @@ class Trainer:
         return kept
 
     def evaluate(self, groups: Sequence[Group]) -> tuple[dict[str, list[Packs]], Evaluated]:
-        """The groups with all that the roles say of them, and as packs for the actor and the critic.
+        """Pack the groups, and ask the roles for what the algorithm needs: log-probabilities, values, greedy rewards.
 
         Returns:
-            the packs of each model in training, one row of them for each of its ranks; and the batch.
+            by model in training (``actor``, ``critic``), the packs of its ranks; and the batch with the roles' answers.
         """
         episodes = Group.episodes_of(groups)
         numbers = [number for number, group in enumerate(groups) for _ in group.episodes]
@@ -180,7 +181,9 @@ class Trainer:
         needs = self.algorithm.needs
         if "reference" in needs and self.reference is self.actor:
             ask("ref_log_probs", self.actor, "reference_log_probs", packs["actor"])
-        ask("log_probs", self.actor, "log_probs", packs["actor"], self.version)
+        # After the first optimizer step of a pass, the old log-probabilities are gone: they are read before it.
+        if self.algorithm.reads_log_probs or self.settings.actor.minibatches > 1:
+            ask("log_probs", self.actor, "log_probs", packs["actor"], self.version)
         if "reference" in needs and self.reference is not self.actor:
             self.hold(None)
             ask("ref_log_probs", self.reference, "reference_log_probs", packs["actor"])
@@ -201,8 +204,8 @@ class Trainer:
                     for one, number in zip(totals, numbers, strict=True)
                 ]
             ),
-            log_probs=found.pop("log_probs"),
-            sampled_log_probs=padded([episode.per_token("log_probs") for episode in episodes]).double(),
+            log_probs=found.pop("log_probs", None),
+            sampled_log_probs=padded([episode.sampled_log_probs for episode in episodes]).double(),
             greedy_rewards=None if greedy is None else values_of([greedy[number] for number in numbers]),
             cut_off=torch.tensor([episode.finish_reason == "length" for episode in episodes]),
             **found,
@@ -212,10 +215,11 @@ class Trainer:
         """The reward of a greedy response to each group's prompt."""
         episodes = self.generate([group.episodes[0].prompt_ids.tolist() for group in groups], temperature=0.0)
         made = [Group(group.key, (one,), group.row) for group, one in zip(groups, episodes, strict=True)]
-        return [self.rewards.total(episode) for episode in Group.episodes_of(self.rewards.score(made))]
+        return [self.rewards.total(episode) for episode in Group.episodes_of(self.score(self.rewards, made))]
 
     def ask(self, role: Any, method: str, packs: Packs, *given: Any) -> Any:
-        """Call a method of all members with packs (one rank's each, or as many as they are) and the same ``given``."""
+        """Call a method of all members of a role. Each gets its rank's packs, or, if the packs were made for another
+        number of ranks, an equal part of all packs. ``given`` is the same for all."""
         shares: list[list[Any]] = [list(own) for own in packs.by_rank]
         if len(shares) != len(role):
             flat = [one for own in shares for one in own]
@@ -224,9 +228,8 @@ class Trainer:
         return role.call(method, shares, *([each] * len(shares) for each in given), _scatter=True)
 
     def train(self, packs: dict[str, list[Packs]], batch: Evaluated, weights: TokenWeights) -> dict[str, float]:
-        """The optimizer steps of all epochs; gives what the roles report, and how far engine and actor are apart."""
-        gap = drift(batch.log_probs, batch.sampled_log_probs, batch.mask)
-        alarms = self.alarm.check(gap, version=self.version)
+        """Make the optimizer steps of all epochs. Returns the roles' metrics, and the gap between the log-probabilities
+        of rollout engine and actor."""
         # The actor's update comes last: on shared devices it has its turn right before the push.
         calls = []
         for name, role, section in reversed(self.trained()):
@@ -234,6 +237,11 @@ class Trainer:
             by_rank = [list(own) for own in zip(*steps, strict=True)]
             calls.append(role.call("update", by_rank, [self.version] * len(role), _scatter=True))
         reports = [call.result()[0] for call in calls]
+        log_probs = batch.log_probs
+        if log_probs is None:
+            rows = self.actor.call("first_log_probs").result()
+            log_probs = matrix_of(batch.mask, joined(packs["actor"]), [one for own in rows for one in own])
+        alarms = self.alarm.check(drift(log_probs, batch.sampled_log_probs, batch.mask), version=self.version)
         return {
             **{name: value for report in reports for name, value in report.items()},
             **value_metrics(batch, weights),
@@ -243,7 +251,8 @@ class Trainer:
         }
 
     def save(self) -> bool:
-        """Write a checkpoint of all models in training if this step is to have one. It counts once `finish` says so."""
+        """Write a checkpoint of all models in training if this step is to have one; true if so. The checkpoint counts
+        as soon as `finish` has noted it."""
         step = self.version
         if step % self.settings.save_every and step != self.settings.steps:
             return False
@@ -278,7 +287,7 @@ class Trainer:
             self.weight_sync.catch_up()
 
     def finish(self, step: int, metrics: dict[str, float], saved: bool) -> None:
-        """Validate and report, and note that the step is done."""
+        """Validate and report, and note on disk that the step is done, and whether it is saved."""
         settings = self.settings
         if step == settings.steps or (settings.validate_every and step % settings.validate_every == 0):
             metrics |= self.validate()
@@ -288,7 +297,7 @@ class Trainer:
         Progress(step, step if saved else Progress.read(self.run_dir).saved, self.lost).write(self.run_dir)
 
     def validate(self) -> dict[str, float]:
-        """Mean rewards of greedy responses to the validation prompts; empty without any."""
+        """Mean rewards of greedy responses to the validation prompts; empty if the run has no validation data."""
         if self.settings.validation is None:
             return {}
         prompts = list(self._validation)
@@ -348,7 +357,7 @@ class Trainer:
         return found
 
     def hold(self, role: Any) -> None:
-        """Let a role keep the devices that it shares with others until another one, or ``None``, is named."""
+        """Let a role keep the devices that it shares with others, until `hold` is called for another role or None."""
         if role is self.holder or not self.shares:
             return
         if self.holder is not None:
@@ -364,7 +373,7 @@ class Trainer:
         return any(any(role.call("shares_devices").result()) for role in (self.actor, self.engines))
 
     def begin(self) -> None:
-        """Bring all models in training to the same step, publish it, and validate before the first one."""
+        """Bring all models in training to the same step, and publish the weights; at step 0, validate."""
         before, self.holder = self.version, None
         if self.shares:
             for role in {id(role): role for role in (self.engines, self.actor)}.values():
@@ -395,7 +404,8 @@ class Trainer:
 
 
 def _trained_role_restarted() -> bool:
-    """True if a failed call was due to a restart of the actor or the critic. The news may come after the error."""
+    """True if the actor or the critic restarted, so that a failed call was due to that. The news may come after the
+    error."""
     deadline = time.monotonic() + RESTART_NEWS_S
     while (left_s := deadline - time.monotonic()) > 0:
         if any(event.role in ("ACTOR", "CRITIC") for event in current_worker().events(left_s)):
@@ -404,7 +414,7 @@ def _trained_role_restarted() -> bool:
 
 
 def result_of(run_dir: Path) -> RunResult:
-    """The end of a run, from its run directory."""
+    """The result of a run, read from its run directory."""
     from rlmesh.rl.trainers.run import RunResult
 
     summary = json.loads((run_dir / SUMMARY).read_text())

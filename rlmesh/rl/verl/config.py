@@ -1,4 +1,4 @@
-"""The settings of a `Run` from a configuration with verl's keys."""
+"""`run_settings_of`: the settings of a `Run` from a configuration with verl's keys."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ KEYS = {
 READ_ELSEWHERE = (
     f"{ACTOR}.strategy", "critic.strategy", "reward_model.enable", "reward_model.model.path", "trainer.n_gpus_per_node",
     "trainer.device", "trainer.save_freq", "trainer.test_freq", "trainer.total_epochs", "trainer.experiment_name",
-    "trainer.project_name", "trainer.default_local_dir", f"{ROLLOUT}.name", f"{ROLLOUT}.n",
+    f"{ROLLOUT}.name", f"{ROLLOUT}.n",
     f"{ACTOR}.ppo_mini_batch_size", f"{CRITIC}.ppo_mini_batch_size", f"{ACTOR}.clip_ratio", f"{ACTOR}.entropy_coeff",
     f"{ACTOR}.use_kl_loss", f"{ACTOR}.kl_loss_coef", f"{CRITIC}.cliprange_value", "algorithm.adv_estimator",
     "algorithm.gamma", "algorithm.lam", "algorithm.use_kl_in_reward", "algorithm.kl_ctrl.kl_coef",
@@ -74,10 +74,12 @@ def run_settings_of(config: Any, tokenizer: Any) -> dict[str, Any]:
     """Arguments of `Run`, without rewards. Keys that nothing reads are named in the log.
 
     Args:
-        tokenizer: of the model, to count the prompts that are short enough if only epochs are given.
+        config: mappings, OmegaConf's containers or objects with attributes.
+        tokenizer: of the model. If the length is given in epochs only, it is used to count the prompts that are short
+            enough.
 
     Raises:
-        NotImplementedError: names a strategy or an estimator of advantages that there is not.
+        NotImplementedError: the strategy or the advantage estimator does not exist here; the message names it.
         UsageError: lists all other faults.
     """
     from rlmesh.rl.trainers.settings import ActorSettings, CriticSettings, RolloutSettings
@@ -184,7 +186,7 @@ def _algorithm(config: Any) -> Algorithm:
 
 
 def _files(given: Any) -> Any:
-    """Names of files as text or a list of texts; OmegaConf's lists are none."""
+    """File names as a text or a plain list: OmegaConf's lists are no Python lists, so they are converted."""
     return given if given is None or isinstance(given, str) else list(given)
 
 

@@ -11,7 +11,7 @@ __all__ = ["Role"]
 
 
 class _Roles(type):
-    """Makes members of the numbers in a class body, as an Enum does; a class with members may be inherited from."""
+    """Turns the numbers in a class body into members, as Enum does, but allows subclasses of a class with members."""
 
     _own: dict[str, Role]
 
@@ -58,7 +58,7 @@ class _Roles(type):
 
 
 class Role(metaclass=_Roles):
-    """A part of a training that workers carry out. A member has a ``name`` and a ``value``, as those of an Enum do.
+    """A part of a training that workers carry out. A role has a ``name`` and a ``value``, as a member of an Enum has.
 
     Add roles by ``Role.extend("Teacher")``, or in a class that inherits from this one::
 
@@ -102,6 +102,6 @@ class Role(metaclass=_Roles):
 
 
 def _role(kind: _Roles, name: str, value: int) -> Role:
-    """The role of this name in this process, where `Role.extend` may not have been called."""
+    """The role of this name; it is added if this process has not called `Role.extend` for it."""
     known = kind.names()
     return known[name] if name in known else kind._add(name, value)

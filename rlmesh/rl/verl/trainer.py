@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from rlmesh import RLJobBuilder, RoleGroup, rpc
 from rlmesh.errors import UsageError
+from rlmesh.rl.algorithms.protocol import Algorithm
 from rlmesh.rl.rewards.model import RewardModel
 from rlmesh.rl.rewards.scoring import Rewards
 from rlmesh.rl.trainers.run import Run
@@ -24,9 +25,9 @@ if TYPE_CHECKING:
 __all__ = ["RayPPOTrainer"]
 
 FIT_WAIT_S = 24 * 3600.0
-"""The time in which `RayPPOTrainer.fit` must be called after `RayPPOTrainer.init_workers`, in seconds."""
+"""Seconds after `RayPPOTrainer.init_workers` within which `RayPPOTrainer.fit` must be called."""
 INIT_WAIT_S = 1800.0
-"""The time that all models may take to load, in seconds."""
+"""Seconds that all models together may take to load."""
 BEGUN = "fit-begun"
 POLICY = {
     "Actor": ("Actor", "Rollout"), "ActorRollout": ("ActorRollout",), "ActorRolloutRef": ("ActorRolloutRef",),
@@ -43,8 +44,9 @@ class VerlRun(Run):
     """The settings of a `RayPPOTrainer`.
 
     Attributes:
-        manager: scores the responses of training, unless a reward model does; ``None``: the rewards do.
-        validation_manager: scores those of validation: a `Rewards`, or rewards; ``None``: as in training.
+        manager: scores the responses in training, unless a reward model does; ``None``: ``rewards`` score them.
+        validation_manager: scores the responses in validation: a `Rewards`, or what ``Run.rewards`` takes; ``None``:
+            they are scored as in training.
     """
 
     manager: Any = None
@@ -92,9 +94,9 @@ class RayPPOTrainer:
     """Trains by PPO or one of its relatives, on roles, workers and pools that the caller names.
 
     Args:
-        config: with verl's keys, as attributes, mappings or OmegaConf's containers. The log names the keys that change
-            nothing here.
-        tokenizer: of the model; the roles load it from the model's folder themselves.
+        config: a configuration with verl's keys: objects with attributes, mappings or OmegaConf's containers. The log
+            names the keys that change nothing here.
+        tokenizer: of the model, to count prompts. The roles load their own from the model's folder.
         role_worker_mapping: the worker class of each role.
         resource_pool_manager: the pools of devices, and the pool of each role. Roles of one pool take turns on its
             devices; on CPUs (``trainer.device="cpu"``) a device is a place without a GPU.
@@ -103,7 +105,8 @@ class RayPPOTrainer:
         val_reward_fn: the same for validation; by default ``reward_fn``.
 
     Raises:
-        NotImplementedError: names the strategy or the estimator of advantages that there is not.
+        NotImplementedError: the strategy or the advantage estimator does not exist here; the message names it. Or
+            ``ray_worker_group_cls`` is for Megatron-LM.
         UsageError: lists the other faults.
     """
 
@@ -186,11 +189,31 @@ class RayPPOTrainer:
                 yield f"{worker.__name__} cannot be {role}: it has {', '.join(worker.parts)}"
         if read(self.config, "reward_model.enable") and "RewardModel" not in names:
             yield "reward_model.enable: role_worker_mapping has no Role.RewardModel"
+        elif read(self.config, "reward_model.enable") and read(self.config, "reward_model.model.path") is None:
+            yield "reward_model.model.path is missing"
+        elif "RewardModel" in names and not read(self.config, "reward_model.enable"):
+            yield "role_worker_mapping has Role.RewardModel, but reward_model.enable is not set"
+
+    def _lacking(self, algorithm: Algorithm) -> Iterator[str]:
+        """One sentence per role that the algorithm needs and the mapping lacks."""
+        names, estimator = {role.name for role in self.workers}, read(self.config, "algorithm.adv_estimator", "gae")
+        if "critic" in algorithm.needs and "Critic" not in names:
+            yield (
+                f"algorithm.adv_estimator={estimator!r} needs a critic: add Role.Critic to role_worker_mapping and to "
+                "the pools, or choose 'grpo'"
+            )
+        if "reference" in algorithm.needs and not names & {"RefPolicy", "ActorRolloutRef"}:
+            yield (
+                "the KL divergence needs a reference: add Role.RefPolicy to role_worker_mapping and to the pools, or "
+                "set the coefficient to 0"
+            )
 
     def _make_run(self, reward_fn: Any, val_reward_fn: Any) -> VerlRun:
         sizes = {role.name: sum(self.pools.get_resource_pool(role)) for role in self.workers}
         policy = next(name for name in POLICY if name in sizes)
         settings = run_settings_of(self.config, self.tokenizer)
+        if lacking := [*self._lacking(settings["algorithm"])]:
+            raise UsageError("RayPPOTrainer: " + "\n  ".join(lacking))
         rewards: Any = list(reward_fn.rewards.values()) if isinstance(reward_fn, Rewards) else reward_fn
         if read(self.config, "reward_model.enable"):
             path = read(self.config, "reward_model.model.path")

@@ -12,9 +12,9 @@ __all__ = ["ActorRolloutRefWorker", "CriticWorker", "NVMegatronRayWorkerGroup", 
 
 
 class ActorRolloutRefWorker:
-    """Policy, rollout engine and reference, or some of them: the role that the class is mapped to decides.
+    """Policy, rollout engine and reference, or some of them. The role to which the class is mapped decides which ones.
 
-    To change one, inherit from its class in `rlmesh.rl.roles` and name that in ``parts``::
+    To change one, write a subclass of its class in `rlmesh.rl.roles`, and put it into ``parts``::
 
         class MyWorker(ActorRolloutRefWorker):
             parts = {**ActorRolloutRefWorker.parts, "ActorRollout": MyActorRollout}
@@ -39,8 +39,9 @@ class RewardModelWorker(RewardRole):
 
 
 class RayWorkerGroup:
-    """The members of a role. Here every group is a `rlmesh.RoleGroup`: the name selects it, and nothing else."""
+    """The argument ``ray_worker_group_cls`` of `RayPPOTrainer`. It changes nothing: every group of members is a
+    `rlmesh.RoleGroup`."""
 
 
 class NVMegatronRayWorkerGroup(RayWorkerGroup):
-    """The members of a role that trains by Megatron-LM, for which there is no engine yet: `RayPPOTrainer` says so."""
+    """Stands for training by Megatron-LM, for which there is no engine yet: `RayPPOTrainer` refuses it."""

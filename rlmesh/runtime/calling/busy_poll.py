@@ -1,10 +1,10 @@
 """Busy polling: wait for a quick answer without going to sleep.
 
-An idle core needs longer to wake up than most short calls take: 30 to 60 µs on a virtual machine, of 150. An answer
-that the runtime's loop reads for another thread wakes two threads, one after the other. So if only one call is in
-flight, and its member answered the last call quickly, the waiting thread polls for the answer until the answer is there
-or is no longer quick. A waiting loop polls between its other tasks, a plain thread without a pause. Calls to the job's
-own processes (``@master``, ``@agent``) do not count as in flight: some of them wait there until something happens.
+Waking up an idle core is a large part of a short call: 30 to 60 of its 150 µs on a virtual machine. An answer that the
+runtime's loop reads for another thread wakes two threads, one after the other. So if only one call is in flight, and
+its member answered the last call quickly, the waiting thread polls for the answer until the answer is there or is no
+longer quick. A waiting loop polls between its other tasks, a plain thread without a pause. Calls to the job's own
+processes (``@master``, ``@agent``) do not count as in flight: some of them wait there until something happens.
 
 A thread other than the runtime's own reads the connection in place of the loop (`StreamLink.read_here`). It takes only
 a packet with a single answer whose value lies in the packet; the loop reads everything else.
@@ -84,7 +84,8 @@ class BusyPoll:
     def _may_poll(self, call: PendingCall) -> bool:
         peer = call.peer
         return (
-            (self._call is None or not self._goes_on(self._call))  # A loop that was stopped leaves its call here.
+            # If a loop was stopped while it polled, its call is still set, although nobody polls for it.
+            (self._call is None or not self._goes_on(self._call))
             and peer is not None
             and self._is_alone(call)
             and (threading.get_ident() == self._thread or isinstance(peer.channel.link, StreamLink))
@@ -143,7 +144,7 @@ def wait_about(answer: PlainFuture[Any], seconds: float) -> None:
     poll = call.table.busy_poll if isinstance(call, PendingCall) else None
     if isinstance(call, PendingCall) and isinstance(poll, BusyPoll):
         try:
-            # A wake-up takes about as long as an answer may take that still counts as quick.
+            # Sleep until two wake-ups before the answer is due: each takes up to about `limit_s`.
             answer.exception(max(0.0, seconds - 2 * poll.limit_s - call.age_s()))
         except TimeoutError:
             poll.block(call, seconds)

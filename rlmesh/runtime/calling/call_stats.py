@@ -29,8 +29,8 @@ class CallStats:
 
     ``overhead_s`` is the time in rlmesh itself: ``wall_s`` minus what the slowest member spent in the method
     and in methods queued before it, minus the time that threads of both sides were runnable without a core.
-    ``share_s`` is ``wall_s`` with the time in which n calls were pending at once counted as 1/n for each, so
-    that the shares of all calls add up to the time in which any was pending; 0 where it was not measured.
+    ``share_s``: while n calls are pending at once, each is charged 1/n of that time; so the shares of all calls add up
+    to the time in which any was pending. 0 if it was not measured.
     """
 
     role: str
@@ -175,7 +175,7 @@ class CallRecorder:
         """Put all ended calls into all sums."""
         with self._lock:
             fresh = self._sum_edges()
-            # In place, and no more than was seen: other threads go on adding.
+            # Delete in place, and only the entries that were read: other threads append to the same list meanwhile.
             ended, self._in_edges = self._ended[: self._in_edges], 0
             del self._ended[: len(ended)]
             wakes, self._wakes = self._wakes, []

@@ -156,7 +156,7 @@ class Calls:
         fields = (call.call_id, call.name, call.incarnation, call.method, call.timeout_s, call.flags, call.chain)
         frames, call.frames = call.frames, []
         call.sent_bytes = len(frames[0]) if len(frames) == 1 else codec.size_bytes(frames)
-        peer.channel.put(tuple.__new__(Call, fields), frames)  # Half the time of Call(…).
+        peer.channel.put(tuple.__new__(Call, fields), frames)  # Takes half the time of Call(…).
         if call.future is None:
             at = call.started_ns
             self.stats.add((call.name, call.method, call.call_id, at, at, True, 0, 0, call.sent_bytes, 0, -1, 0, None))
@@ -312,7 +312,7 @@ class Calls:
         with self._lock:
             call = peer.pending.pop(call_id, None)
             if call is not None:
-                if call.bucket is not None:  # As `Deadlines.remove`, once per call.
+                if call.bucket is not None:  # `Deadlines.remove`, written out because this runs once per call.
                     call.bucket.pop(call_id, None)
                     call.bucket = None
                 if peer.waiting:
@@ -396,7 +396,7 @@ class Calls:
         peers = self.peers
         with self._lock:
             peers.dead[name, info.incarnation] = info
-        # To the error, or to the process that takes the member's place.
+        # Parked calls to the dead member fail now, or go to the process that takes its place.
         self._route_again([call for call in self.parked.values() if call.name == name])
         member = peers.book.by_name.get(name) if peers.book is not None else None
         replaced = member is not None and member.incarnation > info.incarnation
@@ -455,7 +455,7 @@ class Calls:
         self.closing = True
         for call in list(self.pending()):
             if call.cohort is not None and call.cohort.over:
-                continue  # It failed with another part.
+                continue  # It has failed already, together with another part of its cohort.
             text = f"this process is ending; {call.describe()} got no answer"
             self.fail(call, call.error(ShuttingDown, text, "maybe"))
         self.connections.close()

@@ -46,7 +46,7 @@ class StoredResult:
         self._fetching = False
 
     def fetch_for(self, future: Future[Any]) -> None:
-        """Get the value for the caller's own future after all; once."""
+        """Fetch the value into this process, because the caller itself wants it now; later calls do nothing."""
         if self._fetching:
             return
         self._fetching = True
@@ -94,7 +94,7 @@ _collecting, _resolving = _Collecting(), _Resolving()
 
 
 def reduce_future(future: Future[Any], part: ItemRange = _WHOLE_RANGE) -> tuple[Any, ...]:
-    """Pickle a future as an argument: a value that is there as itself, else a placeholder.
+    """Pickle a future as an argument: the value itself if this process has it, else a placeholder.
 
     Raises:
         Deferred: this thread does not encode the arguments of a call.
@@ -224,7 +224,7 @@ class PassedArguments:
     def payload(self) -> tuple[Frames, list[StoredValue]]:
         """The frames that travel, and the results that must be stored until the call is over.
 
-        Only when `ready`, and without `error`.
+        Call it only when all futures have ended (`ready`) and `error` is None.
 
         Raises:
             Unserializable, CallError: a value that is here cannot be sent, or has not the expected length.

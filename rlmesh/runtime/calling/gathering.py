@@ -65,7 +65,7 @@ class GatheredCalls:
             self._first.waiter_woke(lag_ns, run_queue_ns)
 
     def leave_at_producer(self) -> None:
-        pass  # The members are passed on one by one.
+        pass  # A gathered future is passed on as its member futures, each of which is asked for itself.
 
     def value_needed(self, *, blocks: bool = False) -> None:
         for future in self.futures:
@@ -106,7 +106,7 @@ def gather(
     if not futures:
         whole.set_result(outcomes() if return_exceptions else [])
     for future in futures:
-        future.mark_retrieved()  # The whole reports the error.
+        future.mark_retrieved()  # An error that nobody retrieves is logged by the gathered future, not by its parts.
         future.on_value(one_done)
     return whole
 

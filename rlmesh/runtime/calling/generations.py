@@ -38,7 +38,7 @@ _SHARED_ERRORS = (CallCancelled, CallTimeout, MailboxFull, Restarting, ShuttingD
 
 
 def first_parts(calls: Iterable[PendingCall]) -> list[PendingCall]:
-    """The calls, and of each cohort among them one part only."""
+    """The calls, with only one part of each cohort."""
     return list({id(call.cohort or call): call for call in calls}.values())
 
 

@@ -61,7 +61,7 @@ class Outbound:
         self._post, self._later = post, later
 
     def forked(self, inherited: Any) -> None:
-        """In a forked child: put the object that refuses everything in the place of the parent's parts."""
+        """In a forked child: replace the parent's parts by an object that raises on any use (`Inherited`)."""
         self._calls = self.peers = self._shm = self.results = inherited
 
     def address_book(self) -> AddressBook:
@@ -76,7 +76,7 @@ class Outbound:
     # Arguments.
 
     def capture(self, buffers: Sequence[memoryview], rest_bytes: int = 0) -> Sequence[Buffer]:
-        """Frames of large buffers that no longer change: in shared memory where there is room.
+        """Frames of large buffers, which later changes of the buffers do not affect: in shared memory if there is room.
 
         Args:
             rest_bytes: the size of the rest of the message.
@@ -262,7 +262,7 @@ class Outbound:
             return cohort
 
         def is_gone() -> bool:
-            # Of each rank, since this also forgets lost connections.
+            # A list, so that every rank is checked: `PeerTable.is_gone` also forgets the rank's lost connection.
             return True in [self.peers.is_gone(name, None) for name in names]
 
         retries: GroupRetries | None = None

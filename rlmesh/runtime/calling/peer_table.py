@@ -66,7 +66,8 @@ class PeerTable:
         orphans: lost connections whose calls still wait for the agent's word on the member's end.
         lost: endpoints whose connection was lost, and why.
         dead: ended members, by name and incarnation, as their agents reported them.
-        job_end: says why the job is ending, or has ended, if it has: lost members are an effect of that.
+        job_end: returns why the job is ending or has ended, else nothing. In a job that ends, lost members are an
+            effect and not a cause.
         last_line_of: gives the last line of a member's log, by role and rank, where this process can read it.
     """
 
@@ -130,7 +131,7 @@ class PeerTable:
         return max((member.incarnation for member in found), default=-1)
 
     def left_behind(self, call: PendingCall, generation: int) -> PendingCall | None:
-        """A call that the program made in one loop with this call, and that an older generation got."""
+        """An earlier call of the same `RankLoop` that went to an older generation; None if there is none."""
         if call.rank_loop is None or self.book is None or not self.book.is_elastic(split_name(call.name)[0]):
             return None
         return call.rank_loop.left_behind(call, generation)

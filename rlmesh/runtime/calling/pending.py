@@ -239,7 +239,8 @@ class Peer:
         return bool(self.waiting) or len(self.pending) >= self.window
 
     def begun(self) -> Executed:
-        """``executed`` of the calls to this peer: no call is sent before the handshake is over."""
+        """Value of ``executed`` in errors of calls to this peer: "no" before the handshake is over, since nothing is
+        sent until then; else "maybe"."""
         return "maybe" if self.channel.authenticated else "no"
 
     def load(self) -> tuple[int, int]:
@@ -297,8 +298,8 @@ class Cohort:
         return self.generation > self.newer_than and all(part.incarnation == self.generation for part in self.parts)
 
     def qualify(self, error: BaseException) -> None:
-        """Set ``executed`` of the error of a part whose rank is lost or of another generation: other ranks of the
-        role may have begun the call."""
+        """If the cohort was sent, change ``executed`` from "no" to "maybe" in the error of a part whose rank is lost or
+        of another generation: other ranks of the role may have begun the call."""
         if self.sent and isinstance(error, PeerLost | StaleIncarnation) and error.executed == "no":
             error.executed = "maybe"
 
@@ -369,9 +370,9 @@ class _Wheel:
 class Deadlines:
     """Calls ``expired(entry)`` on the loop for each entry that was not removed in time.
 
-    The call is late by at most two intervals: 0.04 s for deadlines up to 10 s away (0.14 s for the first one after a
-    pause), 2 s for later deadlines. One tick serves all entries. Time in which the process was suspended does not
-    count.
+    ``expired`` is called at most two intervals late: 0.04 s for deadlines up to 10 s away (0.14 s for the first one
+    after a pause), 2 s for later deadlines. One tick serves all entries. Time in which the process was suspended does
+    not count.
     """
 
     def __init__(

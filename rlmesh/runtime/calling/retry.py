@@ -45,7 +45,7 @@ class RetriedOrigin:
         pass  # The attempts measure their own time.
 
     def leave_at_producer(self) -> None:
-        pass  # A call that may be made again answers its caller.
+        pass  # The result of a call that may be made again always comes to its caller.
 
     def value_needed(self, *, blocks: bool = False) -> None:
         pass
@@ -61,7 +61,7 @@ class Retries(RetriedOrigin):
     """One idempotent call to one member; the origin of the future that its caller holds.
 
     Args:
-        launch: makes the call once, with so many seconds until its deadline.
+        launch: makes the call once; its argument is the number of seconds until the deadline.
         later: runs a function after a pause.
         is_gone: True if the member is gone; if not, a lost connection to the member is forgotten.
         timeout_s: seconds until the deadline of all attempts together.
@@ -130,7 +130,8 @@ class GroupRetries:
     and by all ranks, also those that had answered. Results are given to the futures once the attempt has all of them.
 
     Args:
-        launch: makes the call with so many seconds until its deadline, in a generation newer than the given one.
+        launch: makes the call, given the number of seconds until its deadline, and a generation: only a newer one gets
+            the call.
         later: runs a function after a pause.
         is_gone: True if a rank is gone and no other process has taken its place.
         generation: gives the newest known generation.

@@ -13,6 +13,8 @@ logger = logging.getLogger(__name__)
 
 REPEAT_S = 10.0
 _MOST_KINDS = 1000
+TERMINATED = "rlmesh.agent.worker.control.Terminated"
+"""The exception in a member's main thread when the member is told to end."""
 _OWN = ("@", "weights_")
 """Prefixes of the targets and methods of rlmesh's own calls."""
 
@@ -50,7 +52,7 @@ class UnretrievedError:
         try:
             log_error(error)
         except Exception:
-            pass  # The collector runs this anywhere; nobody could take an error of it.
+            pass  # The garbage collector calls this: there is no caller who could handle an error.
 
 
 class RepeatLimiter:
@@ -79,6 +81,8 @@ def log_error(error: BaseException) -> None:
     """Log an error that no caller will be given."""
     if isinstance(error, CallCancelled | ShuttingDown):
         return  # Expected: the caller cancelled, or is ending.
+    if isinstance(error, RemoteError) and error.remote_type == TERMINATED:
+        return  # Expected: the member was told to end while the method ran.
     if not isinstance(error, CallError):
         logger.error("a call failed, and its result was never asked for: %s: %s", type(error).__name__, error)
         return

@@ -65,7 +65,8 @@ class MemberExit(Protocol):
 class AddressBook:
     """All members of a job; a higher ``version`` replaces a lower one.
 
-    ``meshes`` are the axes of roles that declared axes. ``groups`` are the ranks of nodes that are one machine.
+    ``meshes`` are the axes of roles that declared axes. ``groups``: for each machine with several nodes, these nodes'
+    ranks.
     ``elastic`` are the roles whose members restart together: their incarnation is the generation of the group.
     ``by_role`` has the members of each role by rank, ``by_name`` each member by its name, such as ``ACTOR:1``.
     """

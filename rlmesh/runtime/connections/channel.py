@@ -118,7 +118,7 @@ class Channel:
                 else:
                     messages = [outbox.popleft() for _ in range(min(len(outbox), _PACKET_MESSAGES))]
                 if self.make_ref is None:
-                    # The peer cannot open this node's shared memory, nor the device memory that tickets name.
+                    # Without shared memory with the peer, references to GPU memory (tickets) are replaced by bytes.
                     messages = [(header, contents(f) if len(f) > 1 else f) for header, f in messages]
                 if self.divert is not None and self.make_ref is None:
                     messages = [self._diverted(self.divert, *message) for message in messages]

@@ -71,7 +71,7 @@ class Inbound:
         self.bulk = BulkChannels(self, loop, network, key)
 
     def forked(self, inherited: Any) -> None:
-        """In a forked child: put the object that refuses everything in the place of the parent's parts."""
+        """In a forked child: replace the parent's parts by an object that raises on any use (`Inherited`)."""
         self._calls = self._peers = self._connections = self._dispatcher = self._shm = self.bulk = inherited
 
     # Packets.

@@ -35,7 +35,7 @@ _ENTER_MARGIN_S = 30.0
 
 
 class ClientRuntime(Protocol):
-    """The runtime's members that following a job uses."""
+    """The attributes and methods of a runtime that `Follower` uses."""
 
     outbound: Outbound
 
@@ -159,7 +159,7 @@ class Follower:
 
 
 def _announce_end(runtime: ClientRuntime, end: JobEnd) -> None:
-    """Note that the job is ending, which explains lost members; an earlier source of `job_end` comes first."""
+    """Let the job's end explain lost members. A reason that ``job_end`` already gives is kept."""
     peers = runtime.outbound.peers
     before = peers.job_end
     peers.job_end = lambda: before() or end

@@ -153,7 +153,7 @@ class ShmTransfer:
     Args:
         name: the runtime's name; part of its segments' names, for people.
         key: the job's key; without a ``job_id`` its hash is part of the segments' names.
-        job_id: part of the segments' names, by which the job's guardian finds leftover segments.
+        job_id: part of the segments' names, by which the guardians, which clean up after crashes, find leftovers.
         node_rank: part of the segments' names, by which each node's guardian finds the segments of its node.
         loop: the runtime's loop.
         post: runs a function on the loop.

@@ -2,9 +2,9 @@
 
 `now`
     For deadlines and durations within one process: monotonic, without the time in which the process was suspended.
-    ``scontrol suspend``, a frozen container and a migrating virtual machine stop all processes of a job at once; when
-    they continue, no process could use the time that the kernel's clock shows. The tick of a runtime's deadlines
-    detects such a suspension by its own lateness.
+    ``scontrol suspend``, a frozen container and a migrating virtual machine stop all processes of a job at once. The
+    kernel's clock runs on meanwhile, so deadlines would pass although no process could do anything. The tick of a
+    runtime's deadlines detects such a suspension by its own lateness.
 `epoch`
     Seconds since the epoch for people and for files. Within a job it only grows: the driver sets it once, and it
     follows the machine's monotonic clock from then on, so that differences of two such times are durations.
@@ -78,7 +78,7 @@ def begin(loop: asyncio.AbstractEventLoop) -> None:
     with _beating:
         _beaters[:] = [each for each in _beaters if not each.is_closed()]
         if not any(each.is_running() for each in _beaters if each is not loop):
-            # Loops that no longer run made the last beat: its age is no suspension.
+            # No other loop is running, so the last beat is old for that reason, and not because of a suspension.
             _beat_at = time.monotonic()
         _beaters.append(loop)
 

@@ -97,7 +97,8 @@ def _restore_handlers() -> None:
 
 
 def end_child(error: BaseException | None) -> NoReturn:
-    """End a child whose code has returned into rlmesh's, which has no work for it, as the interpreter would."""
+    """End a forked child as the interpreter would: the user's code in it has returned to rlmesh, which has no work for
+    it."""
     code: Any = 0
     if isinstance(error, SystemExit):
         code = error.code

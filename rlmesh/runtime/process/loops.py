@@ -30,8 +30,8 @@ def _close_all() -> None:
         runtime.close()
 
 
-# As concurrent.futures does: before the handlers of atexit, one of which is pyzmq's, without which the frames that
-# ZeroMQ still holds cannot be freed.
+# Close before the handlers of atexit run, as concurrent.futures does: after pyzmq's handler, the frames that ZeroMQ
+# still holds cannot be freed any more.
 getattr(threading, "_register_atexit", atexit.register)(_close_all)
 
 

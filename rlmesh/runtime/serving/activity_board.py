@@ -133,8 +133,9 @@ def look_at(path: Path) -> Activity | None:
         running = [(words[INLINE], words[INLINE + 1])]
     method, since_s = "", 0.0
     if running:
-        # The method that began or resumed last had the interpreter last; the other may only wait on its thread. A
-        # method of the library on the network loop counts only if no other method runs: either may have interrupted it.
+        # Report the method that began or resumed last: it had the interpreter last, while the other may only wait on
+        # its thread. A method of the library on the network loop counts only if no method of the user runs, since each
+        # may have interrupted the other.
         began_ns, number = max(running)
         start = _NAMES_AT + (number - 1) * _NAME_BYTES
         method = page[start : start + _NAME_BYTES].rstrip(b"\0").decode("utf-8", "replace")

@@ -62,7 +62,7 @@ def await_elsewhere(
     incoming: IncomingCall, value: Awaitable[Any], post: Callable[..., Any], ending: Callable[[], bool],
     board: Board | None, *, closing: bool = False,
 ) -> Any:  # fmt: skip
-    """The result of a coroutine that a method returned which seemed to be a plain function.
+    """The result of a coroutine that was returned by a method which had looked like a plain function.
 
     The member's thread waits, so that the method keeps its place and its slot until the coroutine has ended.
 

@@ -437,7 +437,8 @@ class Dispatcher:
             board.words[DEF] = began_ns
             board.words[DEF + 1] = incoming.method.number or incoming.method.put_on(board)
         incoming.run_queue_ns += own_run_queue_since_last_ns(began_ns)
-        # The wait behind other methods is theirs; the time between the slot's release and this line is rlmesh's.
+        # Waiting until the slot is free counts as waiting behind other methods; from then until this line, the time is
+        # rlmesh's overhead.
         incoming.ready_ns = max(incoming.ready_ns, served.executor.free_since_ns)
         token = current_call.set(incoming.context)
         try:

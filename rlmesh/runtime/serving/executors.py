@@ -186,7 +186,7 @@ class ThreadPool:
         self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._lock = allocate_lock()
         self._threads: list[threading.Thread] = []
-        self._idle = 0
+        self.idle = 0
         """The number of threads that have no job and for which none is queued."""
         self._closed = False
         _pools.add(self)
@@ -196,8 +196,8 @@ class ThreadPool:
             if self._closed:
                 return
             self._jobs.put(job)
-            if self._idle:
-                self._idle -= 1
+            if self.idle:
+                self.idle -= 1
             elif len(self._threads) < self._size:
                 name = f"{self._name}_{len(self._threads)}"
                 self._threads.append(threading.Thread(target=self._run, name=name, daemon=True))
@@ -220,8 +220,8 @@ class ThreadPool:
         while (job := self._jobs.get()) is not None:
             try:
                 job()
-            except Exception:
+            except BaseException:  # a thread that ends would be missing from then on
                 logger.exception("%s failed", self._name)
             del job  # Else an idle thread keeps the last call's arguments.
             with self._lock:
-                self._idle += 1
+                self.idle += 1

@@ -49,7 +49,7 @@ class Method:
         return self.number
 
     def begins(self, board: Board | None, at: int, now_ns: int) -> None:
-        """Record in the board's words at ``at`` that the method runs."""
+        """Record on the activity board that the method runs: since when in word ``at``, its number in the next word."""
         if board is not None:
             board.words[at], board.words[at + 1] = now_ns, self.number or self.put_on(board)
 

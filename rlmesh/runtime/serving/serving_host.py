@@ -21,7 +21,7 @@ class ServingHost(Protocol):
         ...
 
     def capture(self, buffers: Sequence[memoryview], rest_bytes: int = 0) -> Sequence[Buffer]:
-        """Frames of large buffers, which no longer change."""
+        """Frames of large buffers, which later changes of the buffers do not affect."""
         ...
 
     def post_to_user(self, fn: Callable[..., Any], *args: Any) -> None:

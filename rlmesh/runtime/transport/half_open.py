@@ -67,7 +67,7 @@ class HalfOpen(Generic[T]):
         if self._timer is None and self._since:
             oldest = next(iter(self._since.values()))
             limit_s = GRACE_S if len(self._since) > SOFT_LIMIT else TIMEOUT_S
-            # At most a grace from now, since more connections may come meanwhile.
+            # Check again after `GRACE_S` at the latest: if more connections come, the shorter limit applies to all.
             left_s = min(oldest + limit_s - clock.now(), GRACE_S)
             self._timer = self._loop.call_later(max(left_s, 0.01), self._check)
 

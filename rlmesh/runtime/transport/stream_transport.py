@@ -116,7 +116,8 @@ class StreamTransport(ABC):
     def _try_connect(self, link: StreamLink, where: str) -> None:
         """Try to connect once; errors that may pass are retried until the runtime's connect timeout.
 
-        A member may publish its address before the peer's file system shows the socket, or its queue may be full.
+        Errors that may pass: this process does not see the member's socket file yet although it knows the address, or
+        the member's accept queue is full.
         """
         if self._closed or link not in self._links:
             return

@@ -1,8 +1,8 @@
 """Byte streams between two processes that share a secret: plain TCP, and ZeroMQ under CURVE.
 
 A pipe carries buffers whose sizes both ends know, in one direction, without frames of its own. All waits are bounded;
-errors are OSError. On plain TCP a tag follows the bytes of each call, so that nobody on the network can change, add or
-repeat a byte without the receiver's refusal (`rlmesh.wire.key_proof`).
+errors are OSError. On plain TCP the bytes of each call are followed by a keyed tag, so that the receiver refuses bytes
+that anybody on the network has changed, added or repeated (`rlmesh.wire.key_proof`).
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ class PlainPipe:
                 count = self._socket.recv_into(rest)
             except TimeoutError:
                 if clock.now() < end:
-                    continue  # the process was suspended
+                    continue  # the socket's timeout counts a suspension of this process, the deadline does not
                 raise
             if not count:
                 raise ConnectionResetError("the source closed the connection")

@@ -61,7 +61,8 @@ class RouteSettings:
 
     Attributes:
         session: names this plan of this `WeightSync`, in logs and file names.
-        job_id, node_rank: in the names of shared memory, by which the node's guardian finds leftovers.
+        job_id, node_rank: parts of the names of shared memory. By them the node's guardian, which cleans up after
+            crashes, finds leftovers.
         source: the member that sends.
         sinks: the members that receive, in the order of their ranks in a group.
         keep: the bytes must outlive ``put``: the source does not wait for the sinks (a snapshot).
@@ -70,8 +71,8 @@ class RouteSettings:
         host: the address at which the source listens.
         on_gpu: source and sinks have their weights on GPUs, each on a GPU of its own.
         verify: checksums are made and compared.
-        lasting: the source gives its weights themselves, at lasting addresses; otherwise copies are made for each push
-            (gathered, merged).
+        lasting: the source gives its own tensors, whose addresses stay the same; otherwise it makes copies for each
+            push (gathered, merged).
         same_device: all sinks are on the GPU of the source.
         shares_events: all sinks see the source's /dev/shm, where the driver keeps events.
     """
@@ -96,8 +97,8 @@ class ChannelSender(Protocol):
     """The sending half, for all sinks of one route.
 
     Attributes:
-        joins_bytes: neighbouring buckets may be put as one, up to this many bytes: (the first of a push, the others);
-            0: each bucket by itself.
+        joins_bytes: two limits in bytes up to which neighbouring buckets are put as one: for the first put of a push,
+            and for the others; 0: each bucket by itself.
         tells_only: ``transmit`` does nothing: the announcing command carries everything.
         while_full: set by the user of the channel, and called while ``put`` waits for memory, to process answers;
             returns true if a sink has failed, so that no memory is needed any more.

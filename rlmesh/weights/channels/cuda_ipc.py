@@ -6,13 +6,14 @@ buffers that alternate, or one per bucket with a snapshot. Weights in memory wit
 detected in ``put`` and copied too.
 
 A snapshot on one GPU is announced when its copy has begun: the sink prepares its own copy meanwhile, polls an event
-until the source's copy has ended, and finds the checksums in the memory behind it. The sink's GPU does not wait for the
-event: if the source were killed, nothing could end that wait. So the sink polls the source's process too.
+until the source's copy has ended, and finds the checksums in the same memory, after the tensors. The sink's GPU does
+not wait for the event: if the source were killed, nothing could end that wait. So the sink polls the source's process
+too.
 
-All buckets are put as one (one message, one launch) if they need no memory of the sender, or each has its own. There
-are two parts only if a kernel of the source works first (checksums, a snapshot) and a sink is on another GPU: the
-source finishes the second part while the first is transferred, which takes ten times as long. On one GPU the two would
-only alternate.
+All buckets are put as one (one message, one launch), unless they take turns in the sender's two buffers, or may have
+to: before the first push it is unknown whether they can be read in place. They are put as two parts only if the source
+must run a kernel first (checksums, a snapshot) and a sink is on another GPU: the kernel for the second part then runs
+during the transfer of the first, which takes ten times as long as the kernel. On one GPU the two would only alternate.
 
 No sink reads freed memory: a sink answers when its copy has ended, and closes its handles before the source frees
 memory (`SyncSession.close` waits for that).
@@ -61,12 +62,13 @@ class _BucketMemory:
     """The memory in which sinks find a bucket's tensors: handle and offset of each tensor.
 
     Attributes:
-        addresses: of the tensors, in this process. They may belong to another allocation later:
-        freed: torch's count of segments given back to the driver when the addresses were valid.
+        addresses: this process's addresses of the memory: of the tensors themselves, or of their copies in ``own``.
+        freed: torch's count of segments given back to the driver when the tensors' own addresses were found. If the
+            count has changed, the same address may belong to another allocation. 0 for copies.
         own: the sender's allocation, if tensors are copied into it.
         targets, dtypes: the tensors' places in ``own``, and their types.
-        ready: the event after which the copy may be read, if it is announced before.
-        sums: the checksums of an announced copy, ``[n]`` of int64 behind the tensors.
+        ready: the event after which the copy may be read, if it is announced before that.
+        sums: the checksums of an announced copy, ``[n]`` of int64 in ``own``, after the tensors.
     """
 
     serial: int
@@ -96,12 +98,13 @@ class CudaIpcSender(ChannelSender):
         self._settings = settings
         self._own: dict[int, ShareableAllocation] = {}
         self._direct = settings.lasting and not settings.keep
-        # Only weights at lasting addresses: tensors gathered for this push may be freed before they are copied.
+        # Copies are announced before they have ended only for weights at lasting addresses: tensors that were gathered
+        # for this push may be freed too early.
         self._early = settings.lasting and settings.keep and settings.same_device and settings.shares_events
         self._running: list[Any] = []
         self._device = ""
         self._serial = 0
-        # Found by the last put of a bucket: the same in every push of a steady state.
+        # By bucket: the memory that its last put found. In a steady state every push finds the same.
         self._known: dict[int, _BucketMemory] = {}
         self._announced: dict[tuple[str, int], int] = {}
 
@@ -220,7 +223,7 @@ class CudaIpcSender(ChannelSender):
         known, index = transfer.data[0], transfer.bucket.index
         if self._announced.get((sink, index)) == known.serial:
             return [known.serial]
-        # The next push over this session follows only if the sink has taken this one.
+        # The sink knows the handles from now on: another push uses this session only if the sink has taken this one.
         self._announced[sink, index] = known.serial
         handles = list(dict.fromkeys(handle for handle, _ in known.places))
         number = {handle: i for i, handle in enumerate(handles)}

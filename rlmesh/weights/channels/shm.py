@@ -40,8 +40,8 @@ MAX_THREADS = 4
 class ParallelCopy:
     """Copies and sums with several threads: the calling thread and a pool, whose threads start when first needed.
 
-    One core does not use a machine's memory bandwidth (5 to 7 of 12 GB/s on two cores); NumPy and xxhash release the
-    interpreter's lock. Work is cut into chunks, which idle threads take one after the other.
+    One core cannot use a machine's whole memory bandwidth: it reaches 5 to 7 GB/s where two cores reach 12. NumPy and
+    xxhash release the interpreter's lock. Work is cut into chunks, which idle threads take one after the other.
 
     Args:
         threads: 0: one per core, at most `MAX_THREADS`.
@@ -150,7 +150,7 @@ class ShmSender(ChannelSender):
             try:
                 return self.pool.put([filler])[0]
             except PoolExhausted as error:
-                # Sinks that copy release slots one after the other; sinks that keep them never do.
+                # Sinks that copy release slots one after the other: wait for one. Sinks that keep slots release none.
                 if not self.pool.stats().slots or self._clock() >= deadline:
                     raise ChannelBroken(
                         f"bucket {bucket} finds no room in shared memory: {error}. Smaller buckets with in_place "

@@ -213,7 +213,7 @@ def _one_manifest(sources: Sequence[Participant]) -> Manifest:
 
 
 def wire_types(manifest: Manifest, sinks: Sequence[Participant]) -> dict[str, str]:
-    """The type in which each tensor is transferred: that of the sinks if it is the same at all, else the source's."""
+    """The type in which each tensor is transferred: the sinks' type if all have the same one, else the source's."""
     chosen = {}
     for spec in manifest:
         wanted = {found.dtype for s in sinks if s.manifest is not None and (found := s.manifest.find(spec.name))}

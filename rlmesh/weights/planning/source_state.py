@@ -67,9 +67,13 @@ def check(
 ) -> LastCommit | None:
     """Check that these ranks may send ``version``; returns the commit that counts as the last one from now on.
 
-    They may if each is the process that sent last, or was restored from the version sent last. If all were restored
-    from one other version, the push must show that the caller has gone back to it, or trained on from it: it brings
-    that version, or a version up to the last commit, or the restored version is newer than the last commit.
+    They may if each is the process that sent last and has not gone back since, or was restored from the version sent
+    last. They also may if all were restored from one other version r, with ``version`` ≥ r, and one of these holds:
+    ``version`` ≤ the last commit (the caller went back to r), or r ≥ the last commit (the checkpoint is newer). If no
+    commit is known, it is enough that all stand at the same version.
+
+    A version that the caller has ``confirmed`` takes the place of the last commit, for the ranks that it names: a rank
+    that was restored from another version contradicts it.
 
     Raises:
         SourceRestarted: they may not; names the ranks and the version of each.
@@ -128,7 +132,7 @@ def _is_as_last_sent(name: str, rank: RankState, last: LastCommit | None) -> boo
     if last is None:
         return rank.restored is None and rank.sent is None and rank.incarnation == 0
     known = last.ranks.get(name)
-    if known is None:  # it did not send the last commit: its weights were not lost, if it has not restarted
+    if known is None:  # not one of the ranks that sent last: fine unless it has restarted or was restored
         return rank.restored is None and rank.incarnation == 0
     return rank.incarnation == known and (rank.sent is not None or rank.restored is None)
 

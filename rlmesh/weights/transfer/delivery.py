@@ -194,7 +194,7 @@ class Delivery:
             self._failure = DeliveryFailure.of(self._source, bucket.index, error)
 
     def _first_reported(self) -> DeliveryFailure | None:
-        """The failure that a sink has reported, of the oldest such bucket."""
+        """The failure of the oldest bucket for which a sink has reported one; None if none has."""
         reported = (self._reported(one.answers, one.transfer.bucket.index) for one in self._unanswered)
         return next((failure for failure in reported if failure is not None), None)
 

@@ -23,7 +23,7 @@ class ModuleSnapshot:
     Args:
         module: with all its submodules.
         tensors: the tensors that are used, by name.
-        places: their addresses must stay the same too. Without it the memory may be replaced; shapes and types count.
+        places: True: their addresses must stay the same too; False: memory may be replaced if shapes and types stay.
     """
 
     def __init__(self, module: nn.Module, tensors: Mapping[str, Tensor], *, places: bool) -> None:
@@ -79,7 +79,8 @@ def has_memory(tensors: Mapping[str, Tensor]) -> bool:
 
 
 def shard_again(module: nn.Module) -> None:
-    """Replace the whole parameters that FSDP2 may leave after a forward pass by the shards, which are trained."""
+    """Let FSDP2 shard a module's parameters again: after a forward pass it may leave them whole, but the optimizer
+    changes the shards."""
     fsdp = sys.modules.get("torch.distributed.fsdp")
     kind: Any = getattr(fsdp, "FSDPModule", None)
     for part in module.modules() if kind is not None else ():

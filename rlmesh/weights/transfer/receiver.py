@@ -255,7 +255,7 @@ class Receiver:
         Args:
             flip_s: how long running requests may delay the flip, in seconds.
             alone: this is the only sink, which concludes at once.
-            left: fields of the `LastCommit` that this commit will be.
+            left: fields of the `LastCommit` to record when this push is committed.
         """
         with self._lock:
             flipped = self.state.flip(push)

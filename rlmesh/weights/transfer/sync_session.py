@@ -114,7 +114,8 @@ class SyncSession:
         }
 
     def is_open(self, answers: Answers) -> bool:
-        """True if every member that answered `ask` still has this session; a push fails at members that did not."""
+        """True if no member has answered `ask` that it lacks this session. Members without an answer do not count: if
+        one is gone, the push fails there."""
         return all(answer.exception() is not None or answer.result() for answer in answers.values())
 
     def _to_sources(self, method: str, *args: Any, timeout_s: float) -> dict[str, Future[Any]]:
@@ -218,8 +219,8 @@ class SyncSession:
     def conclude(self, push: int) -> None:
         """Let all sinks serve, after all have flipped, and wait until they do.
 
-        A sink that does not get the command serves nothing until the next push, nor does one that dies and restarts. A
-        single sink serves already.
+        A sink that does not get the command serves nothing until the next push, nor does one that dies and restarts.
+        With a single sink nothing is to be done: it serves since it flipped.
         """
         if self._alone:
             return
@@ -231,8 +232,8 @@ class SyncSession:
                 logger.warning("%s has the new weights but does not serve them until the next push: %s", name, error)
 
     def abort(self, push: int, failure: DeliveryFailure) -> dict[str, int | str | None]:
-        """Let all sinks go back, and close the channels; returns the version that each other sink serves (None: none),
-        or the type of the error if it did not answer."""
+        """Let all sinks go back, and close the channels. Returns, for each sink but the one that failed, the version
+        that it serves (None: none), or the type of the error if it did not answer."""
         self.failed = True
         aborting = self._to_sinks("weights_abort", self.id, push, timeout_s=self._timeouts.connect_s)
         deadline = clock.now() + ABORT_S

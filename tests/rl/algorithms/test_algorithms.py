@@ -85,7 +85,9 @@ def test_aggregations_are_weights_and_a_divisor() -> None:
 
 
 def test_a_correction_weighs_tokens_and_what_it_rejects_leaves_the_divisor() -> None:
-    given = batch(sampled_log_probs=batch().log_probs.clone())
+    log_probs = batch().log_probs
+    assert log_probs is not None
+    given = batch(sampled_log_probs=log_probs.clone())
     given.sampled_log_probs[1, 1] += 3.0  # a ratio of 0.05
     truncated = GRPO(samples=2, correction="token").weigh(given)
     assert truncated.policy[1, 1].item() == pytest.approx(np.exp(-3.0)) and truncated.normalisers.policy == 8

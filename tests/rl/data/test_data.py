@@ -1,7 +1,8 @@
 from __future__ import annotations
 
+import gzip
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,10 @@ from hypothesis import strategies as st
 
 from rlmesh.cli.main import main
 from rlmesh.errors import UsageError
-from rlmesh.rl.data import Mixture, PromptLoader, RLHFDataset
+from rlmesh.rl.data import Mixture, PromptLoader, RLHFDataset, load_prompts
 from rlmesh.rl.data.files import read_rows, write_parquet
 from rlmesh.rl.data.loader import order
-from rlmesh.rl.data.prepare.sets import last_boxed
+from rlmesh.rl.data.prepare.sets import last_boxed, prepare
 
 
 class Letters:
@@ -37,7 +38,7 @@ def text_of(ids: Any) -> str:
     return "".join(map(chr, ids))
 
 
-def write_lines(path: Path, rows: list[Mapping[str, Any]]) -> Path:
+def write_lines(path: Path, rows: Sequence[Mapping[str, Any]]) -> Path:
     path.write_text("\n".join(json.dumps(row) for row in rows) + "\n")
     return path
 
@@ -80,6 +81,14 @@ def test_faults_of_the_data_name_the_row() -> None:
         RLHFDataset([{"prompt": CHAT}, {"prompt": [{"text": "hi"}]}], Letters())
     with pytest.raises(UsageError, match="must be ≥ 1"):
         RLHFDataset([{"prompt": "hi"}], Letters(), limit=0)
+
+
+def test_compressed_lines_are_read(tmp_path: Path) -> None:
+    put(tmp_path / "train.jsonl.gz", {"prompt": "hi"}, {"prompt": "ho"})
+    assert [row["prompt"] for row in read_rows(tmp_path)] == ["hi", "ho"]
+    (tmp_path / "train.jsonl.gz").write_bytes(b"no gzip")
+    with pytest.raises(UsageError, match=r"train\.jsonl\.gz cannot be read"):
+        read_rows(tmp_path)
 
 
 def test_files_that_cannot_be_read_are_named(tmp_path: Path) -> None:
@@ -138,6 +147,27 @@ def test_mixtures_have_their_proportions_and_repeat_nothing() -> None:
             Mixture([few, many][: 2 if wrong else 0], wrong)
     with pytest.raises(IndexError):
         mixture[40]
+    # Epoch after epoch, all prompts of the larger set are used.
+    loader = PromptLoader(mixture, 40)
+    epochs = [sorted(text_of(one.prompt.ids) for one in loader.batch(step)) for step in range(4)]
+    assert all(sum(text.startswith("a") for text in each) == 10 for each in epochs)
+    assert len({text for each in epochs[:3] for text in each}) == 100
+    assert len({text for each in epochs for text in each}) == 110
+    assert [sorted(text_of(one.prompt.ids) for one in PromptLoader(mixture, 40).batch(3))] == epochs[3:]
+
+
+def test_files_are_mixed_by_their_weights(tmp_path: Path) -> None:
+    for name, count in (("a", 10), ("b", 100)):
+        write_lines(
+            tmp_path / f"{name}.jsonl", [{"prompt": f"{name}{i}"} for i in range(count)] + [{"prompt": "x" * 9}]
+        )
+    files = {str(tmp_path / "a.jsonl"): 1, str(tmp_path / "b.jsonl"): 3}
+    mixed = load_prompts(files, Letters(), max_prompt_tokens=8, seed=2)
+    assert len(mixed) == 40 and str(mixed.counts) == "112 rows read, 2 too long, 0 empty, 110 left"
+    assert len(load_prompts(tmp_path / "a.jsonl", Letters())) == 11
+    for wrong in ({}, {"a": "1"}, {str(tmp_path / "a.jsonl"): 0}, {str(tmp_path / "a.jsonl"): float("nan")}):
+        with pytest.raises(UsageError, match="weights > 0"):
+            load_prompts(wrong, Letters())
 
 
 PREPARED: dict[str, tuple[dict[str, Any], str, str | None, str]] = {
@@ -163,7 +193,7 @@ PREPARED: dict[str, tuple[dict[str, Any], str, str | None, str]] = {
         {"chosen": "\n\nHuman: hi\n\nAssistant: hello", "rejected": "\n\nHuman: hi\n\nAssistant: go away"},
         "Anthropic/hh-rlhf",
         None,
-        "\n\nHuman: hi\n\nAssistant:",
+        "hi",
     ),
 }
 
@@ -182,6 +212,78 @@ def test_data_sets_are_prepared(name: str, tmp_path: Path, capsys: pytest.Captur
     assert len(RLHFDataset(tmp_path / "out" / "test.parquet", Letters())) == 1
 
 
+def put(path: Path, *rows: Mapping[str, Any]) -> None:
+    """Write a file in the form that its name tells."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.suffix == ".parquet":
+        write_parquet(map(dict, rows), path)
+    elif path.suffix == ".gz":
+        path.write_bytes(gzip.compress("".join(json.dumps(row) + "\n" for row in rows).encode()))
+    elif path.suffix == ".json":
+        path.write_text(json.dumps(rows[0]))
+    else:
+        write_lines(path, list(rows))
+
+
+@pytest.mark.parametrize(
+    ("name", "files", "expected"),
+    [
+        ("gsm8k", ["train.jsonl", "test.jsonl", "train_socratic.jsonl"], {"train": 1, "test": 1}),
+        ("gsm8k", ["main/train-00000-of-00001.parquet", "main/test-00000-of-00001.parquet"], {"train": 1, "test": 1}),
+        ("math", ["train/algebra/1.json", "train/geometry/1.json", "test/algebra/1.json"], {"train": 2, "test": 1}),
+        ("hellaswag", ["hellaswag_train.jsonl", "hellaswag_val.jsonl"], {"train": 1, "validation": 1}),
+        ("hellaswag", ["data/train-00000-of-00001.parquet", "data/validation.parquet"], {"train": 1, "validation": 1}),
+        ("hh_rlhf", ["helpful-base/train.jsonl.gz", "harmless-base/train.jsonl.gz"], {"train": 2}),
+    ],
+)
+def test_the_usual_files_of_a_set_are_known(name: str, files: list[str], expected: Any, tmp_path: Path) -> None:
+    for file in files:
+        put(tmp_path / "raw" / file, PREPARED[name][0])
+    assert prepare(name, tmp_path / "raw", tmp_path / "out") == expected
+    assert {path.stem: len(read_rows(path)) for path in (tmp_path / "out").iterdir()} == expected
+
+
+def test_versions_of_a_set_are_not_mixed(tmp_path: Path) -> None:
+    for file in ("main/train.parquet", "main/test.parquet", "socratic/train.parquet"):
+        put(tmp_path / "raw" / file, PREPARED["gsm8k"][0])
+    with pytest.raises(
+        UsageError, match=r"several folders with a split 'train': give one .*raw/main or .*raw/socratic"
+    ):
+        prepare("gsm8k", tmp_path / "raw", tmp_path / "out")
+    put(tmp_path / "odd" / "examples.jsonl", {})
+    with pytest.raises(UsageError, match=r"has no .* file of a split \(train, test.*it has examples\.jsonl"):
+        prepare("gsm8k", tmp_path / "odd", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_split_without_answers_is_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    row = PREPARED["hellaswag"][0]
+    put(tmp_path / "train.jsonl", row)
+    put(tmp_path / "test.jsonl", row | {"label": ""}, row | {"label": ""})
+    assert main(["prepare", "hellaswag", "--from", str(tmp_path), "--to", str(tmp_path / "out")]) == 0
+    out = capsys.readouterr().out
+    assert "train.parquet: 1 rows" in out and "test.parquet: not written, since its rows have no right answers" in out
+    put(tmp_path / "test.jsonl", row, row | {"label": ""})
+    with pytest.raises(UsageError, match="the label '' is none of the 4 endings"):
+        prepare("hellaswag", tmp_path, tmp_path / "out")
+
+
+def test_dialogues_become_messages(tmp_path: Path) -> None:
+    asked = "\n\nHuman: hi\n\nAssistant: yes?\n\nHuman: why\n\nHuman: is that"
+    put(tmp_path / "train.jsonl", {"chosen": f"{asked}\n\nAssistant: so", "rejected": f"{asked}\n\nAssistant: no"})
+    prepare("hh_rlhf", tmp_path, tmp_path / "out")
+    (row,) = read_rows(tmp_path / "out")
+    assert row["prompt"] == [
+        {"role": "user", "content": "hi"},
+        {"role": "assistant", "content": "yes?"},
+        {"role": "user", "content": "why\n\nis that"},
+    ]
+    assert (row["extra_info"]["chosen"], row["extra_info"]["rejected"]) == ("so", "no")
+    put(tmp_path / "train.jsonl", {"chosen": asked, "rejected": asked})
+    with pytest.raises(UsageError, match="row 0 of Anthropic/hh-rlhf: the dialogue has no question, or does not end"):
+        prepare("hh_rlhf", tmp_path, tmp_path / "out")
+
+
 def test_rows_of_another_form_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for row, message in (
         ({"question": "2 + 2?"}, "row 0 of openai/gsm8k has no answer: it has question"),
@@ -191,6 +293,8 @@ def test_rows_of_another_form_are_told(tmp_path: Path, capsys: pytest.CaptureFix
         assert main(["prepare", "gsm8k", "--from", str(tmp_path / "train.jsonl"), "--to", str(tmp_path)]) == 2
         assert message in capsys.readouterr().err
     assert main(["prepare", "gsm8k", "--from", str(tmp_path / "none"), "--to", str(tmp_path)]) == 2
+    assert main(["prepare", "gsm8k", "--from", str(tmp_path), "--to", str(tmp_path)]) == 2
+    assert "write to another folder" in capsys.readouterr().err
 
 
 def test_boxed_answers_keep_their_braces() -> None:

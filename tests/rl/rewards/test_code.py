@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import platform
 import socket
 import subprocess
 import sys
@@ -17,10 +18,11 @@ import psutil
 import pytest
 
 from rlmesh.errors import UsageError
-from rlmesh.rl.rewards import Reward, code, sandbox
+from rlmesh.rl.rewards import Reward, code
 from rlmesh.rl.rewards.process_pool import ScoringPool
 from rlmesh.rl.rewards.sandbox import Limits, Ran, Sandbox
 from rlmesh.rl.types import Failed, Score
+from tests.own_time import HANG_S, OwnTime
 
 DOUBLE = "Here it is:\n```python\nprint(2 * int(input()))\n```\nDone."
 TWICE = "```python\ndef twice(x):\n    return 2 * x\n```"
@@ -135,7 +137,7 @@ ATTACKS = {
     ),
     "huge allocation": ("x = b'x' * 2**33", ("memory",)),
     "memory in many processes": (
-        "import os, time\nfor _ in range(8): os.fork()\nx = b'x' * 60 * 2**20\ntime.sleep(30)",
+        "import os, time\nfor _ in range(3): os.fork()\nx = b'x' * 60 * 2**20\ntime.sleep(30)",
         ("memory",),
     ),
     "a gigabyte of output": ("while True: print('x' * 10**6)", ("output",)),
@@ -154,13 +156,13 @@ ATTACKS = {
 
 @isolated
 @pytest.mark.parametrize("attack", ATTACKS)
-def test_an_attack_ends_alone(box: Sandbox, attack: str) -> None:
+def test_an_attack_ends_alone(box: Sandbox, attack: str, own_time: OwnTime) -> None:
     source, expected = ATTACKS[attack]
     before = {process.pid for process in psutil.process_iter()}
     began = time.monotonic()
     ran = box.run(source, wall_s=3)
     assert ran.status in expected, ran
-    assert time.monotonic() - began < 12
+    assert own_time.since(began) < 6
     assert len(ran.stdout) + len(ran.stderr) < 300_000
     # The next program finds nothing of it.
     assert box.run("import os\nprint(os.listdir('.'))") == Ran("ok", "[]\n", "", None, 0)
@@ -246,7 +248,7 @@ def test_tests_cannot_be_read_before_the_program_has_loaded(box: Sandbox) -> Non
 
 
 def test_isolation_that_the_kernel_refuses_is_an_error_and_not_a_risk(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sandbox.platform, "release", lambda: "5.10.0-8-amd64")
+    monkeypatch.setattr(platform, "release", lambda: "5.10.0-8-amd64")
     with pytest.raises(UsageError, match=r"Linux 5\.10\.0-8-amd64 is older than 5\.14\. Programs cannot be isolated"):
         code.compute_score("nothing", "assert True")
     assert code.compute_score(TWICE, "assert twice(1) == 2", isolated=False).value == 1
@@ -312,7 +314,7 @@ def test_a_scorer_that_is_killed_takes_its_program_along(tmp_path: Path) -> None
         right = pool.submit("code", solution_str=DOUBLE, ground_truth={"inputs": ["1"], "outputs": ["2"]})
         assert right.result(30) == Score(1.0, {"passed": 1.0})
     while any(_of_sandbox(one) for one in psutil.process_iter() if one.pid not in before):
-        assert time.monotonic() - began < 30, "a program is still there"
+        assert time.monotonic() - began < HANG_S, "a program is still there"
         time.sleep(0.05)
 
 
@@ -339,3 +341,38 @@ def test_a_sandbox_that_died_is_a_fault_of_the_sandbox(box: Sandbox) -> None:
             own.run("print(1)")
     with pytest.raises(UsageError, match="each limit must be"):
         Limits(cpu_s=0)
+
+
+@isolated
+@pytest.mark.parametrize(
+    "program",
+    [
+        "class Deep(list): pass\nimport json\njson.dumps = lambda _: '[' * 100_000\ndef f(): return 1",
+        "def f(): return 10 ** 4000",
+        "def f(): return float('nan')",
+        "def f(): return {1, 2}",
+        "import sys\nsys.set_int_max_str_digits(0)\ndef f(): return 10 ** 5000",
+        "def f(): return '\\ud800'",
+        "f = 3",
+        "x = '\ud800'",
+        "def f(): return 1\n\0",
+        "(" * 100_000,
+        "import os\nos.write(3, b'x' * 10**6)",
+        "import os\nos.write(3, b'loaded\\n' * 10)\nos.close(3)",
+        "import os\nos.close(1), os.close(2), os.close(0)\ndef f(): return 2",
+    ],
+)
+def test_odd_programs_are_wrong_and_no_failure_of_the_scorer(program: str) -> None:
+    for tolerance in (0.0, 0.1):
+        truth = {"fn_name": "f", "inputs": [[]], "outputs": [1]}
+        found = code.compute_score(f"```python\n{program}\n```", truth, tolerance=tolerance)
+        assert found.value == 0 and found.reason
+
+
+def test_programs_are_found_in_long_responses_at_once() -> None:
+    for unit in ("```python x\n", "```\n", "``` ", "`", "```a\n```\n", "\n"):
+        began = time.process_time()
+        code.program_of(unit * (100_000 // len(unit)))
+        assert time.process_time() - began < 0.25
+    assert code.program_of("```python\na\n```\n```python\nb\n  ```\n```python\nnever closed") == "b\n"
+    assert code.program_of("```json\n{}\n```") is None and code.program_of("") is None

@@ -1,14 +1,16 @@
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from rlmesh.rl.rewards import RewardManager, exact, gsm8k, manager
+from rlmesh.rl.rewards import RewardManager, Rewards, exact, gsm8k, manager
 from rlmesh.rl.rewards import math as latex
-from rlmesh.rl.types import Episode, Failed, Group, Score
+from rlmesh.rl.types import Failed, Group, Score
 from tests.rl.rewards.test_scoring import Letters, group
 
 
@@ -86,4 +88,15 @@ def test_samples_are_printed(managed: Any, capsys: pytest.CaptureFixture[str]) -
     text = capsys.readouterr().out
     assert text.count("[prompt] What is 2 + 2?") == 2 and text.count("[ground truth] 4") == 2
     assert "[response] #### 4\n" in text and "[response] #### 7\n" in text and "wrong answer" in text
-    assert isinstance(groups[0].episodes[0], Episode) and not groups[0].episodes[0].outcomes
+    assert not groups[0].episodes[0].outcomes
+
+
+def test_the_rewards_of_the_page_are_right() -> None:
+    page = Path(__file__).parents[3] / "docs" / "rewards.md"
+    names: dict[str, Any] = {}
+    for block in re.findall(r"^```python\n(.*?)^```$", page.read_text(), re.DOTALL | re.MULTILINE):
+        exec(block, names)
+    rewards = Rewards(names["rewards"], Letters())
+    assert list(rewards.rewards) == ["gsm8k", "reward_model", "short"]
+    (response,) = [rewards.response(each) for each in group("#### 4").episodes]
+    assert names["short"](response, {}) == Score(1.0, {"tokens": 7.0})

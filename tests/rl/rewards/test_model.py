@@ -118,7 +118,7 @@ def test_a_language_model_is_no_reward_model(tmp_path: Path) -> None:
     Qwen2ForCausalLM(make_config()).save_pretrained(tmp_path)
     model = RewardModel(str(tmp_path))
     (fault,) = model.faults(tokenizer, {"prompt": "a"})
-    assert "a language model (Qwen2ForCausalLM) without a head" in fault
+    assert "has no trained head (score.weight), so it is no reward model" in fault
     with pytest.raises(UsageError, match=r"lack score\.weight, and would be random"):
         ModelScorer(model)
 
@@ -140,7 +140,7 @@ def test_faults_are_found_without_weights(tmp_path: Path, plain: Path) -> None:
 class Answers(RewardModel):
     """A reward model whose role is this process."""
 
-    def start(self, responses: Any, rows: Any) -> Any:
+    def start(self, responses: Any, rows: Any, group: Any = None) -> Any:
         found = [Score(float(len(response.text))) for response in responses]
         return lambda: found
 

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from rlmesh.errors import UsageError
 from rlmesh.rl.algorithms import GRPO
-from rlmesh.rl.rewards import RewardModel, Score
+from rlmesh.rl.rewards import Reward, RewardModel, Score
 from rlmesh.rl.rewards.model import Conversation
 from rlmesh.rl.trainers.run import Run
+from rlmesh.rl.trainers.settings import RolloutSettings
 from tests.rl import reward_model_job
 from tests.rl.run_job import ROWS, is_a
 from tests.rl.tiny import make_config, make_reward_model, make_tokenizer
@@ -51,18 +55,63 @@ def test_each_model_is_a_role(policy: Path, scorer: Path) -> None:
 
 
 def test_a_model_that_is_none_is_refused_before_the_start(policy: Path, scorer: Path) -> None:
-    with pytest.raises(UsageError, match=r"the run cannot start:\n  reward model 'reward_model': .* without a head"):
+    with pytest.raises(
+        UsageError, match=r"the run cannot start:\n  reward model 'reward_model': .* has no trained head"
+    ):
         run_of(policy, RewardModel(str(policy))).submit()
-    with pytest.raises(UsageError, match="two are named reward_model"):
-        run_of(policy, RewardModel(str(scorer)), RewardModel(str(scorer)))
+    with pytest.raises(UsageError, match="are named 'reward_model'"):
+        run_of(policy, RewardModel(str(scorer)), RewardModel(str(scorer))).check()
 
 
-def launched(folder: Path, policy: Path, scorer: Path, *options: str) -> dict[int, dict[str, float]]:
+def test_a_configuration_names_reward_models_and_mixtures(policy: Path, scorer: Path, tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    config = {
+        "model": str(policy), "data": {str(tmp_path / "a.jsonl"): 1, str(tmp_path / "b.jsonl"): 3}, "batch_size": 8,
+        "rewards": [{"model": str(scorer), "weight": 0.5, "members": 2}, "code"],
+        "algorithm": {"name": "grpo", "samples": 4},
+    }  # fmt: skip
+    run = Run.from_config(config)
+    assert run.rewards[0] == RewardModel(str(scorer), weight=0.5, members=2)
+    assert [one.name for one in run.scored] == ["reward_model", "code"]
+    assert len(run.dataset(run.tokenizer())) == 10 + len(ROWS)
+    with pytest.raises(UsageError, match=r"rewards\[0\]\.wieght.*did you mean rewards\[0\]\.weight"):
+        Run.from_config(config | {"rewards": [{"model": str(scorer), "wieght": 1}]})
+
+
+def test_rows_that_no_reward_is_for_are_told_before_the_start(policy: Path) -> None:
+    one_name: Any = "mine"
+    run = Run(
+        model=str(policy), data=[{**row, "data_source": "other"} for row in ROWS],
+        rewards=[Reward(is_a, sources=one_name)], algorithm=GRPO(samples=4), batch_size=8,
+    )  # fmt: skip
+    with pytest.raises(UsageError, match="no reward is for data_source other; the rewards are for mine"):
+        run.check()
+
+
+@pytest.mark.parametrize("placement", ["separate", "shared"])
+def test_the_role_is_part_of_the_placement(policy: Path, scorer: Path, placement: Any) -> None:
+    run = replace(run_of(policy, RewardModel(str(scorer))), placement=placement)
+    assert "REWARD" in run.job().workloads
+    assert replace(run, placement="auto", devices_per_node=2).placed == "shared"
+    assert replace(run, placement="auto", devices_per_node=3).placed == "separate"
+
+
+def test_a_reward_model_scores_in_a_run_in_one_process(policy: Path, scorer: Path, tmp_path: Path) -> None:
+    run = replace(run_of(policy, RewardModel(str(scorer))), rollout=RolloutSettings(max_tokens=4))
+    result = run.here(run_dir=tmp_path / "here")
+    assert result.metrics["reward/reward_model/failed"] == 0
+    assert math.isfinite(result.metrics["reward/reward_model"])
+
+
+def launched(
+    folder: Path, policy: Path, scorer: Path, *options: str, placement: str = "separate"
+) -> dict[int, dict[str, float]]:
     folder.mkdir()
     command = [sys.executable, "-m", "rlmesh.cli.main", "launch", "--view", "plain", "--run-dir", "run", *options]
     done = subprocess.run(
-        [*command, reward_model_job.__file__, str(policy), str(scorer)], cwd=folder, capture_output=True, text=True,
-        timeout=220, env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        [*command, reward_model_job.__file__, str(policy), str(scorer), placement], cwd=folder, capture_output=True,
+        text=True, timeout=220, env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     lines = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
@@ -70,12 +119,17 @@ def launched(folder: Path, policy: Path, scorer: Path, *options: str) -> dict[in
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_the_rewards_of_a_run_are_the_models(policy: Path, scorer: Path, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     from rlmesh.rl.roles.reward import ModelScorer
 
     calm = launched(tmp_path / "calm", policy, scorer)
+    shared = launched(tmp_path / "shared", policy, scorer, placement="shared")
+    assert {step: shared[step]["reward_mean"] for step in range(1, 6)} == pytest.approx(
+        {step: calm[step]["reward_mean"] for step in range(1, 6)}, abs=1e-6
+    )
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "calm" / "run" / "model")
     tokenizer = AutoTokenizer.from_pretrained(policy)
     greedy = []
@@ -83,6 +137,7 @@ def test_the_rewards_of_a_run_are_the_models(policy: Path, scorer: Path, tmp_pat
         ids = tokenizer(row["prompt"], return_tensors="pt").input_ids
         made = model.generate(ids, max_new_tokens=4, do_sample=False)[0]
         text = tokenizer.decode(made[ids.shape[1] :], skip_special_tokens=True)
+        assert isinstance(text, str)
         greedy.append(Conversation(made.numpy(), row["prompt"], text, bool(made[-1] == 1), 1))
     outcomes = ModelScorer(RewardModel(str(scorer))).score(greedy)
     values = [outcome.value for outcome in outcomes if isinstance(outcome, Score)]

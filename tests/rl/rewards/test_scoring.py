@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -81,6 +82,23 @@ def test_async_batched_and_inline_functions_give_scores(score: Any) -> None:
     assert isinstance(found[1]["later"], Failed) and "timeout" in found[1]["later"].reason
     assert [each["lengths"] for each in found] == [Score(2.0), Score(5.0), Abstain(), Score(3.0)]
     assert all(isinstance(each["brief"], Score) for each in found)
+
+
+def test_batched_functions_have_a_deadline_and_a_process_of_their_own(score: Any) -> None:
+    def hangs(responses: list[str]) -> list[float]:
+        while True:
+            pass
+
+    def process(responses: list[str]) -> list[float]:
+        import os
+
+        return [float(os.getpid())] * len(responses)
+
+    rewards = [Reward(hangs, timeout_s=1), Reward(process), Reward(process, name="here", inline=True)]
+    found, _ = score(rewards, [group("ab", "c")])
+    assert [each["hangs"] for each in found] == [Failed("timeout: the scorer ran longer than 1 s")] * 2
+    assert found[0]["process"] == found[1]["process"] != Score(float(os.getpid()))
+    assert found[0]["here"] == Score(float(os.getpid()))
 
 
 def test_a_reward_is_for_the_rows_of_its_data(score: Any) -> None:

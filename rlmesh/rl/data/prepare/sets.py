@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -9,11 +10,17 @@ from pathlib import Path
 from typing import Any
 
 from rlmesh.errors import UsageError
-from rlmesh.rl.data.files import SUFFIXES, Row, read_rows, write_parquet
+from rlmesh.rl.data.files import SUFFIXES, Row, is_data, read_rows, write_parquet
 
 __all__ = ["SETS", "Set", "prepare"]
 
 STEP_BY_STEP = "Let's think step by step"
+
+Prepared = tuple[str | list[dict[str, str]], Any, Mapping[str, Any]]
+
+_SPLITS = {"train": "train", "test": "test", "validation": "validation", "valid": "validation", "val": "validation",
+           "dev": "validation"}  # fmt: skip
+_SPLIT = re.compile(rf"(?:^|[-_.])({'|'.join(_SPLITS)})(?=[-.]|$)")
 
 
 @dataclass(frozen=True)
@@ -24,14 +31,20 @@ class Set:
         source: its usual name, which becomes ``data_source``.
         columns: the columns of its files.
         row: one row of its files → prompt, ground truth (``None``: a reward model scores), and further data to keep.
+        truth: the column with the right answers, if it is empty in some split (the test split of a competition), which
+            is then left out; ``""``: every split has its answers.
+        subsets: folders are parts of the set, and are read together; False: they are versions of it, and one must be
+            chosen.
     """
 
     source: str
     columns: tuple[str, ...]
-    row: Callable[[Row], tuple[str, Any, Mapping[str, Any]]]
+    row: Callable[[Row], Prepared]
+    truth: str = ""
+    subsets: bool = False
 
 
-def _gsm8k(row: Row) -> tuple[str, Any, Mapping[str, Any]]:
+def _gsm8k(row: Row) -> Prepared:
     _, marker, truth = str(row["answer"]).rpartition("####")
     if not marker:
         raise ValueError("the answer has no ####")
@@ -39,7 +52,7 @@ def _gsm8k(row: Row) -> tuple[str, Any, Mapping[str, Any]]:
     return question, truth.strip().replace(",", ""), {"question": row["question"], "answer": row["answer"]}
 
 
-def _math(row: Row) -> tuple[str, Any, Mapping[str, Any]]:
+def _math(row: Row) -> Prepared:
     truth = last_boxed(str(row["solution"]))
     if truth is None:
         raise ValueError(r"the solution has no \boxed{…}")
@@ -47,7 +60,7 @@ def _math(row: Row) -> tuple[str, Any, Mapping[str, Any]]:
     return question, truth, {"level": row.get("level"), "type": row.get("type")}
 
 
-def _hellaswag(row: Row) -> tuple[str, Any, Mapping[str, Any]]:
+def _hellaswag(row: Row) -> Prepared:
     choices = row["endings"]
     letters = "ABCDEFGH"[: len(choices)]
     listed = "\n".join(f"{letter}. {_plain(choice)}" for letter, choice in zip(letters, choices, strict=True))
@@ -61,22 +74,32 @@ def _hellaswag(row: Row) -> tuple[str, Any, Mapping[str, Any]]:
     return question, letters[int(label)], {"endings": choices}
 
 
-def _hh_rlhf(row: Row) -> tuple[str, Any, Mapping[str, Any]]:
-    chosen, rejected = str(row["chosen"]), str(row["rejected"])
-    mark = "\n\nAssistant:"
-    end = chosen.rfind(mark)
-    if end < 0:
-        raise ValueError("the dialogue has no turn of the assistant")
-    end += len(mark)
-    worse = rejected[rejected.rfind(mark) + len(mark) :].strip()
-    return chosen[:end], None, {"chosen": chosen[end:].strip(), "rejected": worse}
+def _hh_rlhf(row: Row) -> Prepared:
+    chosen, rejected = _messages(str(row["chosen"])), _messages(str(row["rejected"]))
+    for dialogue in (chosen, rejected):
+        if len(dialogue) < 2 or dialogue[-1]["role"] != "assistant":
+            raise ValueError("the dialogue has no question, or does not end with a turn of the assistant")
+    return chosen[:-1], None, {"chosen": chosen[-1]["content"], "rejected": rejected[-1]["content"]}
+
+
+def _messages(dialogue: str) -> list[dict[str, str]]:
+    """The turns of ``"\\n\\nHuman: …\\n\\nAssistant: …"``. Turns of one side that follow each other are joined."""
+    _, *parts = re.split(r"\n\n(Human|Assistant):", dialogue)
+    found: list[dict[str, str]] = []
+    for speaker, text in zip(parts[::2], parts[1::2], strict=True):
+        role = "user" if speaker == "Human" else "assistant"
+        if found and found[-1]["role"] == role:
+            found[-1]["content"] += f"\n\n{text.strip()}"
+        else:
+            found.append({"role": role, "content": text.strip()})
+    return found
 
 
 SETS: Mapping[str, Set] = {
     "gsm8k": Set("openai/gsm8k", ("question", "answer"), _gsm8k),
-    "math": Set("lighteval/MATH", ("problem", "solution"), _math),
-    "hellaswag": Set("Rowan/hellaswag", ("ctx", "endings", "label"), _hellaswag),
-    "hh_rlhf": Set("Anthropic/hh-rlhf", ("chosen", "rejected"), _hh_rlhf),
+    "math": Set("lighteval/MATH", ("problem", "solution"), _math, subsets=True),
+    "hellaswag": Set("Rowan/hellaswag", ("ctx", "endings", "label"), _hellaswag, truth="label"),
+    "hh_rlhf": Set("Anthropic/hh-rlhf", ("chosen", "rejected"), _hh_rlhf, subsets=True),
 }
 
 
@@ -85,22 +108,28 @@ def prepare(name: str, source: Path, target: Path) -> dict[str, int]:
 
     Args:
         name: of `SETS`.
-        source: a file, or a folder with one file or folder per split (``train.jsonl``, ``test.parquet``,
-            ``train-00000-of-00001.parquet``, …).
+        source: a file, or a folder. The split of a file follows from a folder or file name with the word ``train``,
+            ``test``, ``validation``, ``val`` or ``dev``: ``train.jsonl``, ``hellaswag_val.jsonl``,
+            ``test-00000-of-00001.parquet``, ``train/algebra/1.json``, ``helpful-base/train.jsonl.gz``.
         target: the folder to write to.
 
     Returns:
-        rows by the name of the split.
+        rows by the name of the split; 0 for a split without right answers, which is not written.
 
     Raises:
-        UsageError: the set is unknown, there are no files, or a row is not of the set's form (the message names it).
+        UsageError: the set is unknown, there are no files, folders are versions of the set of which one must be chosen,
+            or a row is not of the set's form (the message names it). No file was written.
     """
     if name not in SETS:
         raise UsageError(f"no data set is named {name!r}: use one of {', '.join(SETS)}")
-    return {
-        split: write_parquet(_rows(SETS[name], read_rows(list(files)), split, files[0]), target / f"{split}.parquet")
-        for split, files in _splits(source).items()
-    }
+    of = SETS[name]
+    splits = {split: _rows(of, files, split) for split, files in _splits(of, source, target.resolve()).items()}
+    if not any(splits.values()):
+        raise UsageError(f"no split of {source} has right answers")
+    for split, rows in splits.items():
+        if rows:
+            write_parquet(rows, target / f"{split}.parquet")
+    return {split: len(rows) for split, rows in splits.items()}
 
 
 def last_boxed(text: str) -> str | None:
@@ -117,22 +146,23 @@ def last_boxed(text: str) -> str | None:
     return None
 
 
-def _rows(of: Set, rows: list[Row], split: str, where: Path) -> list[Row]:
+def _rows(of: Set, files: list[Path], split: str) -> list[Row]:
+    read = [(path, row) for path in files for row in _read(path)]
+    if of.truth and all(row.get(of.truth) in (None, "") for _, row in read):
+        return []
     found = []
-    for index, row in enumerate(rows):
+    for index, (path, row) in enumerate(read):
         missing = [column for column in of.columns if row.get(column) is None]
         if missing:
-            raise UsageError(
-                f"{where}, row {index} of {of.source} has no {', '.join(missing)}: it has {', '.join(row)}"
-            )
+            raise UsageError(f"{path}, row {index} of {of.source} has no {', '.join(missing)}: it has {', '.join(row)}")
         try:
             prompt, truth, extra = of.row(row)
         except (ValueError, TypeError) as error:
-            raise UsageError(f"{where}, row {index} of {of.source}: {error}") from error
+            raise UsageError(f"{path}, row {index} of {of.source}: {error}") from error
         found.append(
             {
                 "data_source": of.source,
-                "prompt": [{"role": "user", "content": prompt}],
+                "prompt": [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt,
                 "reward_model": {"style": "model" if truth is None else "rule", "ground_truth": truth},
                 "extra_info": {"split": split, "index": index} | dict(extra),
             }
@@ -140,23 +170,57 @@ def _rows(of: Set, rows: list[Row], split: str, where: Path) -> list[Row]:
     return found
 
 
-def _splits(source: Path) -> dict[str, list[Path]]:
+def _read(path: Path) -> list[Row]:
+    """The rows of a file; a JSON file may be one row, as in MATH's folders."""
+    if path.suffix == ".json":
+        try:
+            whole = json.loads(path.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise UsageError(f"{path} is no JSON: {error}") from error
+        if isinstance(whole, dict):
+            return [whole]
+    return read_rows(path)
+
+
+def _splits(of: Set, source: Path, target: Path) -> dict[str, list[Path]]:
+    """The files of each split; those in the target folder are left out."""
     if not source.exists():
         raise UsageError(f"there is no file or folder {source}")
+    if source.resolve() == target:
+        raise UsageError(f"--from and --to are both {source}: write to another folder")
     if source.is_file():
-        return {_split_of(source): [source]}
+        return {_split_of(source.name) or "train": [source]}
     found: dict[str, list[Path]] = {}
-    for child in sorted(source.iterdir()):
-        if child.is_dir() or child.suffix in SUFFIXES:
-            found.setdefault(_split_of(child), []).append(child)
+    versions: dict[str, set[Path]] = {}
+    ignored = []
+    for path in sorted(filter(is_data, source.rglob("*"))):
+        if path.resolve().is_relative_to(target):
+            continue
+        parts = path.relative_to(source).parts
+        named = [(place, split) for place, part in enumerate(parts) if (split := _split_of(part))]
+        if not named:
+            ignored.append(str(path.relative_to(source)))
+            continue
+        place, split = named[0]
+        found.setdefault(split, []).append(path)
+        versions.setdefault(split, set()).add(Path(*parts[:place]))
     if not found:
-        raise UsageError(f"the folder {source} has no {', '.join(SUFFIXES)} file")
+        names = ", ".join(dict.fromkeys(_SPLITS))
+        listed = f"; it has {', '.join(ignored[:5])}" if ignored else ""
+        raise UsageError(f"the folder {source} has no {', '.join(SUFFIXES)} file of a split ({names}){listed}")
+    for split, folders in versions.items():
+        if len(folders) > 1 and not of.subsets:
+            raise UsageError(
+                f"{source} has several folders with a split {split!r}: give one of them by --from, "
+                f"{' or '.join(sorted(str(source / folder) for folder in folders))}"
+            )
     return found
 
 
-def _split_of(path: Path) -> str:
-    """``train`` of ``train-00000-of-00001.parquet``."""
-    return re.split(r"[-.]", path.name)[0]
+def _split_of(name: str) -> str | None:
+    """``train`` of ``train-00000-of-00001.parquet``; ``None`` if the name has no split."""
+    found = _SPLIT.search(name)
+    return _SPLITS[found[1]] if found else None
 
 
 def _plain(text: str) -> str:

@@ -12,6 +12,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 )
 
 from rlmesh.errors import UsageError
+from rlmesh.rl.engines.lora import base_model_of
 
 
 def layers_of(model: nn.Module) -> list[nn.Module]:
@@ -30,6 +31,7 @@ def checkpoint_activations(model: nn.Module) -> None:
     Raises:
         UsageError: it has no layers.
     """
+    model = base_model_of(model)
     if getattr(model, "supports_gradient_checkpointing", False):
         how = {"use_reentrant": False}
         transformers_model: Any = model

@@ -15,10 +15,11 @@ from torch.utils.dlpack import from_dlpack
 
 from rlmesh import ModuleSource, WeightSource
 from rlmesh.errors import UsageError
+from rlmesh.rl.engines.lora import add_adapter, base_model_of, base_sums, require_same_base
 from rlmesh.rl.engines.training import ranks
-from rlmesh.rl.engines.training.checkpoint.exporting import write_safetensors
+from rlmesh.rl.engines.training.checkpoint.exporting import write_adapter, write_safetensors
 from rlmesh.rl.engines.training.checkpoint.folders import SavingThread
-from rlmesh.rl.engines.training.forward import response_log_probs, response_values
+from rlmesh.rl.engines.training.forward import at_least_float32, response_log_probs, response_values
 from rlmesh.rl.engines.training.offload import Offloaded
 from rlmesh.rl.engines.training.packed import PackedBatch, PackedInputs, prepare
 from rlmesh.rl.engines.training.protocol import (
@@ -30,16 +31,17 @@ from rlmesh.rl.engines.training.protocol import (
     TrainingOptions,
 )
 from rlmesh.rl.head import TokenTerms
-from rlmesh.rl.masking import deferred_checks
+from rlmesh.rl.masking import CollectedChecks, collected_checks
 from rlmesh.rl.packing import Pack
 
 _LOSS = "\0loss"
 T = TypeVar("T")
+BASE = "base"
 
 
 class ModuleEngine(ABC):
     """See `TrainingEngine` for the methods. Subclasses set ``model``, the module that is called, and ``plain``, the
-    module inside it, whose names are used."""
+    module inside it, whose names are used; `_adapted` gives the latter."""
 
     model: nn.Module
     plain: nn.Module
@@ -52,6 +54,17 @@ class ModuleEngine(ABC):
         self._saver = SavingThread()
         # Checkpoints are written during training: their collectives need a group of their own.
         self._side = ranks.side_group()
+        # The number of passes is agreed upon without the device.
+        self._control = ranks.side_group()
+        self._base_sums: Tensor | None = None
+
+    def _adapted(self, model: nn.Module) -> nn.Module:
+        """The model with the adapter of the options, or itself."""
+        if self.options.lora is None:
+            return model
+        adapted = add_adapter(model, self.options.lora)
+        self._base_sums = base_sums(adapted)
+        return adapted
 
     @property
     def device(self) -> torch.device:
@@ -81,7 +94,7 @@ class ModuleEngine(ABC):
         parts = self._parts(len(columns[0]))
         pieces = zip(*(column.to(self.device).tensor_split(parts) for column in columns), strict=True)
         with torch.no_grad(), self._autocast():
-            return torch.cat([function(*piece) for piece in pieces]).float()
+            return at_least_float32(torch.cat([function(*piece) for piece in pieces]))
 
     def packed_log_probs(self, packs: Sequence[Pack], *, temperature: float = 1.0) -> list[TokenTerms]:
         def part(inputs: PackedInputs) -> TokenTerms:
@@ -108,12 +121,12 @@ class ModuleEngine(ABC):
 
     def _passes(self, packs: int) -> int:
         """The number of passes over packs: that of the rank with the most packs."""
-        return max(1, ranks.largest(packs, self.device))
+        return max(1, ranks.largest(packs, self._control))
 
     def _parts(self, rows: int) -> int:
         """The number of micro-batches: that of the rank with the most rows."""
         size = self.options.micro_batch_size or max(rows, 1)
-        return max(1, ranks.largest(-(-rows // size), self.device))
+        return max(1, ranks.largest(-(-rows // size), self._control))
 
     def _autocast(self) -> torch.autocast:
         """The autocast context, for engines whose wrapper does not set the precision itself."""
@@ -133,8 +146,7 @@ class ModuleEngine(ABC):
         sums: dict[str, Tensor] = {}
         self._before_step(lr)
         try:
-            # The checks of all passes are evaluated once, before the gradient is applied.
-            with deferred_checks():
+            with collected_checks() as checks:
                 for index, part in enumerate(parts):
                     with self._one_pass(last=index == len(parts) - 1):
                         with self._autocast():
@@ -142,14 +154,36 @@ class ModuleEngine(ABC):
                         self._backward(share)
                     for name, value in {**statistics, _LOSS: share}.items():
                         sums[name] = sums.get(name, torch.zeros((), device=self.device)) + value.detach()
-            norm = self._apply()
+            norm, named = self._finish_step(checks, sums)
         except BaseException:
             self._forget_gradients()
             raise
         self.steps += 1
-        totals = ranks.summed(torch.stack(list(sums.values())).double()).tolist()
-        named = dict(zip(sums, totals, strict=True))
         return StepReport(self.steps, named.pop(_LOSS), norm, lr, len(parts), named)
+
+    def _finish_step(self, checks: CollectedChecks, sums: Mapping[str, Tensor]) -> tuple[float, dict[str, float]]:
+        """Check and apply the gradient; returns its norm, and the sums over the ranks.
+
+        The results of all checks, the sums and the norm come from the device in one transfer. The ranks learn of each
+        other's failed checks with the sums, so that none applies a gradient, or waits, after a check failed on another.
+        """
+        failures = checks.failures(self.device)
+        shares = torch.stack([*sums.values(), failures.sum()]).double()
+        totals, norm = ranks.summed(shares), self._clipped_norm()
+        known = torch.cat([failures, totals, norm.double().reshape(-1).to(self.device)]).tolist()
+        own, known = known[: len(failures)], known[len(failures) :]
+        checks.raise_first(own)
+        if known[len(sums)]:
+            raise FloatingPointError(
+                f"step {self.steps + 1}: a value is not finite on another rank; the step was not made, and the weights "
+                "are as before"
+            )
+        found = self._apply(known[len(sums) + 1] if norm.numel() else None)
+        return found, dict(zip(sums, known, strict=False))
+
+    def _clipped_norm(self) -> Tensor:
+        """Clip the gradient; returns its norm before, on the device. Empty: `_apply` clips and gives the norm."""
+        return torch.zeros(0, device=self.device)
 
     @abstractmethod
     def _before_step(self, lr: float) -> None:
@@ -164,23 +198,35 @@ class ModuleEngine(ABC):
         """Add this part's gradient to the sum over parts and ranks."""
 
     @abstractmethod
-    def _apply(self) -> float:
-        """Clip, check and apply the gradient; returns its norm before clipping."""
+    def _apply(self, norm: float | None) -> float:
+        """Check and apply the gradient; returns its norm before clipping.
+
+        Args:
+            norm: of `_clipped_norm`.
+        """
 
     @abstractmethod
     def _forget_gradients(self) -> None: ...
 
     # Weights.
 
-    def named_tensors(self, *, lora: Lora = "", adapter: str = "default") -> EngineSource:
+    def named_tensors(self, *, lora: Lora | None = None, adapter: str = "default") -> EngineSource:
+        if lora is None:
+            lora = "" if self.options.lora is None else "adapter"
         return EngineSource(self, self._source(lora, adapter))
 
     def _source(self, lora: Lora = "", adapter: str = "default") -> WeightSource:
         return ModuleSource(self.plain, lora=lora, adapter=adapter)
 
-    def export(self, folder: Path) -> None:
+    def export(self, folder: Path, *, adapter_only: bool = False) -> None:
         self._require_here("export")
-        write_safetensors(Path(folder), self._source(), self.plain, self.rank)
+        if adapter_only and not hasattr(self.plain, "peft_config"):
+            raise UsageError("export(adapter_only=True): the model has no adapter; TrainingOptions(lora=…) adds one")
+        if adapter_only:
+            write_adapter(Path(folder), self._source("adapter"), self.plain, self.rank)
+        else:
+            lora: Lora = "merged" if hasattr(self.plain, "peft_config") else ""
+            write_safetensors(Path(folder), self._source(lora), base_model_of(self.plain), self.rank)
 
     # Memory.
 
@@ -215,16 +261,27 @@ class ModuleEngine(ABC):
     def _write(self, folder: Path) -> Callable[[], Path]:
         """Copy the state; returns a function that writes it in the background."""
 
+    def _base_state(self) -> dict[str, Tensor]:
+        """The part of a checkpoint by which an adapter recognises its base model."""
+        return {} if self._base_sums is None else {BASE: self._base_sums.clone()}
+
+    def _require_base(self, state: Mapping[str, Any], folder: Path) -> None:
+        if self._base_sums is not None:
+            require_same_base(self._base_sums, state[BASE], folder)
+
     def close(self) -> None:
         self._saver.wait()
         if self._offloaded is not None:
             self._offloaded.forget()
-        ranks.end_group(self._side)
-        self._side = None
+        for group in (self._side, self._control):
+            ranks.end_group(group)
+        self._side = self._control = None
 
 
 class EngineSource:
-    """A source of a `WeightSync` whose engine may be offloaded: its memory must not be kept open by sinks.
+    """The source of a `WeightSync` for an engine that may be offloaded.
+
+    It is not ``lasting``: sinks may not keep the memory of the weights open, which `offload` would then not free.
 
     If the engine is never offloaded, ``ModuleSource(engine.plain)`` can be faster on a GPU, since a sink may then keep
     the memory of the weights open.
@@ -250,7 +307,10 @@ class EngineSource:
 
 
 def _exportable(tensor: Tensor) -> Tensor:
-    """The same memory, as a tensor that may become a NumPy array: torch never frees memory that NumPy refers to."""
+    """A tensor with a storage of its own over the same memory, for sinks that make a NumPy array of it.
+
+    torch cannot free a storage from which a NumPy array was made: `offload` could not free the engine's own one.
+    """
     if tensor.device.type != "cpu" or not tensor.numel():
         return tensor
     imported: Tensor = from_dlpack(tensor)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from rlmesh.rl.losses import token_log_probs
 from rlmesh.rl.masking import keep
 
-__all__ = ["position_ids", "response_log_probs", "response_logits", "response_values"]
+__all__ = ["at_least_float32", "position_ids", "response_log_probs", "response_logits", "response_values"]
 
 
 def position_ids(attention_mask: Tensor) -> Tensor:
@@ -63,4 +63,9 @@ def response_values(model: nn.Module, sequences: Tensor, attention_mask: Tensor,
     values: Tensor = output if isinstance(output, Tensor) else output.logits
     if values.ndim != 3 or values.shape[-1] != 1:
         raise ValueError(f"a critic gives one value per token, [batch, time, 1]; this gave {tuple(values.shape)}")
-    return keep(values[:, -action_mask.shape[1] :, 0].to(torch.float32), action_mask, name="values")
+    return keep(at_least_float32(values[:, -action_mask.shape[1] :, 0]), action_mask, name="values")
+
+
+def at_least_float32(x: Tensor) -> Tensor:
+    """The same in float32, or in float64 if it is that."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))

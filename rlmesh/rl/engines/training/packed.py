@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from rlmesh.errors import UsageError
+from rlmesh.rl.engines.lora import base_model_of
 from rlmesh.rl.head import TokenTerms, chunked_log_probs
 from rlmesh.rl.packing import Pack, Segment
 from rlmesh.rl.packing import pack as build_packs
@@ -112,8 +113,9 @@ def prepare(model: nn.Module) -> None:
 
     ALL_ATTENTION_FUNCTIONS.register(NAME, _attention)
     ALL_MASK_ATTENTION_FUNCTIONS.register(NAME, ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
-    config: Any = getattr(model, "config", None)
-    change = getattr(model, "set_attn_implementation", None)
+    causal = base_model_of(model)
+    config: Any = getattr(causal, "config", None)
+    change = getattr(causal, "set_attn_implementation", None)
     if config is None or change is None:
         raise UsageError(
             f"{type(model).__name__} cannot compute packs: it is no model of transformers whose attention can be "
@@ -173,7 +175,7 @@ def packed_log_probs(
         temperature: that of sampling.
         chunk_tokens: of the head (:func:`rlmesh.rl.head.chunked_log_probs`).
     """
-    causal: Any = model
+    causal = base_model_of(model)
     head = causal.get_output_embeddings()
     hidden = packed_hidden(causal.base_model, inputs)
     return chunked_log_probs(

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 
 from rlmesh.errors import UsageError
+from rlmesh.rl.engines.lora import LoraOptions
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -52,11 +53,13 @@ class TrainingOptions:
     Attributes:
         lr: peak learning rate of AdamW.
         schedule: number of finished optimizer steps → share of ``lr``; without state, so that checkpoints omit it.
-        betas, eps, weight_decay: of AdamW.
+        betas, eps: of AdamW.
+        weight_decay: of AdamW. Norms and biases, the weights of one dimension, do not decay.
         max_grad_norm: limit of the gradient's norm over all parameters and ranks, by scaling; 0: no limit.
         micro_batch_size: row limit of one forward and backward pass on a rank; 0: no limit.
         activation_checkpointing: drop activations inside the layers, and recompute them in the backward pass.
         precision: of forward and backward passes. With "bfloat16" the optimizer still uses float32 weights.
+        lora: train an adapter instead of the weights. Optimizer state and checkpoints then have the adapter only.
     """
 
     lr: float = 1e-6
@@ -68,6 +71,7 @@ class TrainingOptions:
     micro_batch_size: int = 0
     activation_checkpointing: bool = False
     precision: Precision = "float32"
+    lora: LoraOptions | None = None
 
     def __post_init__(self) -> None:
         faults = []
@@ -148,7 +152,7 @@ class TrainingEngine(Protocol):
             temperature: that of sampling.
 
         Returns:
-            ``[batch, response]``, float32, 0 where the mask is False.
+            ``[batch, response]``, float32 (float64 of a model of that type), 0 where the mask is False.
         """
         ...
 
@@ -158,7 +162,7 @@ class TrainingEngine(Protocol):
         The model returns ``[batch, time, 1]``, or an object with these as ``logits``.
 
         Returns:
-            ``[batch, response]``, float32, 0 where the mask is False.
+            ``[batch, response]``, float32 (float64 of a model of that type), 0 where the mask is False.
         """
         ...
 
@@ -193,12 +197,13 @@ class TrainingEngine(Protocol):
         """
         ...
 
-    def named_tensors(self, *, lora: Lora = "", adapter: str = "default") -> WeightSource:
+    def named_tensors(self, *, lora: Lora | None = None, adapter: str = "default") -> WeightSource:
         """The weights as the source of a `WeightSync`: names are those of the plain model, tensors whole.
 
         Args:
-            lora: of a peft model: "adapter" gives the adapter's tensors only, "merged" the base model's tensors with
-                the adapter added; "" all tensors as they are.
+            lora: of a peft model: "adapter" gives the adapter's tensors only, for an engine that has the base model and
+                an adapter of the same options; "merged" the base model's tensors with the adapter added, for any
+                engine; "" all tensors as they are. None: "adapter" if the options have ``lora``, else "".
             adapter: name of the adapter.
         """
         ...
@@ -223,9 +228,17 @@ class TrainingEngine(Protocol):
         """
         ...
 
-    def export(self, folder: Path) -> None:
+    def export(self, folder: Path, *, adapter_only: bool = False) -> None:
         """Write the weights as safetensors, with the model's configuration, for `from_pretrained` of transformers. Rank
-        0 writes."""
+        0 writes.
+
+        Args:
+            adapter_only: write the adapter in peft's format (``PeftModel.from_pretrained``), instead of the weights
+                with the adapter added.
+
+        Raises:
+            UsageError: there is no adapter.
+        """
         ...
 
     def offload(self, folder: Path | None = None) -> None:

@@ -21,12 +21,13 @@ def summed(values: Tensor) -> Tensor:
     return values
 
 
-def largest(value: int, device: torch.device) -> int:
-    """The largest of all ranks' numbers, on every rank."""
-    if not dist.is_initialized():
+def largest(value: int, group: dist.ProcessGroup | None) -> int:
+    """The largest of all ranks' numbers, on every rank; ``group`` is one of `side_group`, whose collectives run on the
+    CPU."""
+    if group is None:
         return value
-    found = torch.tensor(value, device=device)
-    dist.all_reduce(found, dist.ReduceOp.MAX)
+    found = torch.tensor(value)
+    dist.all_reduce(found, dist.ReduceOp.MAX, group=group)
     return int(found)
 
 
@@ -40,7 +41,7 @@ def from_first(value: Any, group: dist.ProcessGroup | None = None) -> Any:
 
 
 def side_group() -> dist.ProcessGroup | None:
-    """A group of all ranks for checkpoints: their collectives run during those of training. A collective step."""
+    """A group of all ranks on the CPU, whose collectives may run during those of training. A collective step."""
     return dist.new_group(backend="gloo") if dist.is_initialized() else None
 
 

@@ -8,7 +8,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    get_state_dict,
+    set_state_dict,
+)
 from torch.distributed.tensor import DTensor
 
 from rlmesh.rl.engines.training.base import ModuleEngine
@@ -18,18 +23,28 @@ from rlmesh.rl.engines.training.offload import own_memory
 from rlmesh.rl.engines.training.protocol import TrainingOptions
 
 
+def make_adamw(model: nn.Module, options: TrainingOptions, *, fused: bool) -> torch.optim.AdamW:
+    """AdamW over the trained parameters of a model. Norms and biases, the weights of one dimension, do not decay."""
+    trained = [p for p in model.parameters() if p.requires_grad]
+    groups: list[dict[str, Any]] = [{"params": trained}]
+    if options.weight_decay:
+        vectors = {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0}
+        groups = [group for group in ({"params": [p for p in trained if p.ndim > 1]}, vectors) if group["params"]]
+    return torch.optim.AdamW(
+        groups, lr=options.lr, betas=options.betas, eps=options.eps, weight_decay=options.weight_decay, fused=fused
+    )
+
+
 class TorchEngine(ModuleEngine):
     """A module and torch's AdamW. Any `TorchEngine`, with any number of ranks, loads the checkpoints of any other."""
 
     def __init__(self, model: nn.Module, options: TrainingOptions) -> None:
         super().__init__(options)
-        self.plain = model
+        self.plain = model = self._adapted(model)
         own_memory([*model.parameters(), *model.buffers()])
         self.model = self._wrap(model)
-        self.optimizer = torch.optim.AdamW(
-            [p for p in model.parameters() if p.requires_grad],
-            lr=options.lr, betas=options.betas, eps=options.eps, weight_decay=options.weight_decay,
-        )  # fmt: skip
+        # The fused kernel is the fastest one, and needs no memory of its own.
+        self.optimizer = make_adamw(model, options, fused=self.device.type in ("cpu", "cuda"))
 
     def _wrap(self, model: nn.Module) -> nn.Module:
         return model
@@ -42,10 +57,13 @@ class TorchEngine(ModuleEngine):
     def _backward(self, share: Tensor) -> None:
         (share * self.ranks).backward()  # the wrappers average over the ranks, but shares add up
 
-    def _apply(self) -> float:
+    def _clipped_norm(self) -> Tensor:
         most = self.options.max_grad_norm or float("inf")
         found = nn.utils.clip_grad_norm_(self.plain.parameters(), most)
-        norm = float(found.full_tensor() if isinstance(found, DTensor) else found)
+        return found.full_tensor() if isinstance(found, DTensor) else found
+
+    def _apply(self, norm: float | None) -> float:
+        assert norm is not None
         if norm != norm or norm == float("inf"):
             raise FloatingPointError(
                 f"the gradient of step {self.steps + 1} is not finite (norm {norm}); the step was not made, and the "
@@ -67,14 +85,20 @@ class TorchEngine(ModuleEngine):
 
     def _state(self) -> dict[str, Any]:
         """The state of weights and optimizer, by names of the model; options are no part of it."""
-        # Before the first step, make the optimizer's state here: torch would make it by a step, which then counts.
+        # Make the optimizer's state here if there was no step yet: get_state_dict would make it by a dummy step, which
+        # the state then counts.
         for parameter in (p for group in self.optimizer.param_groups for p in group["params"]):
             state = self.optimizer.state[parameter]
             if not state:
-                state["step"] = torch.zeros((), dtype=torch.float32)
+                state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
                 state.update({moment: torch.zeros_like(parameter) for moment in ("exp_avg", "exp_avg_sq")})
-        weights, optimizer = get_state_dict(self.plain, self.optimizer)
-        return {"model": weights, "optimizer": optimizer["state"]}
+        weights, optimizer = get_state_dict(self.plain, self.optimizer, options=self._state_options)
+        return {"model": weights, "optimizer": optimizer["state"], **self._base_state()}
+
+    @property
+    def _state_options(self) -> StateDictOptions:
+        lora = self.options.lora is not None
+        return StateDictOptions(ignore_frozen_params=lora, strict=not lora)
 
     def _write(self, folder: Path) -> Callable[[], Path]:
         return write_state(folder, self._state(), self.steps, self._side)
@@ -86,11 +110,13 @@ class TorchEngine(ModuleEngine):
         saved = place.current()
         state = self._state()
         read_state(place, saved, state, self._side)
+        self._require_base(state, folder)
         groups = get_optimizer_state_dict(self.plain, self.optimizer)["param_groups"]
         set_state_dict(
             self.plain,
             self.optimizer,
             model_state_dict=state["model"],
             optim_state_dict={"state": state["optimizer"], "param_groups": groups},
+            options=self._state_options,
         )
         self.steps = saved.steps

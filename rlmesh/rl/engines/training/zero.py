@@ -9,7 +9,6 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, Literal
 
-import torch
 from torch import Tensor, nn
 
 from rlmesh import ZeroSource
@@ -18,9 +17,10 @@ from rlmesh.rl.engines.training.activation_checkpointing import checkpoint_activ
 from rlmesh.rl.engines.training.base import ModuleEngine
 from rlmesh.rl.engines.training.checkpoint.distributed_state import read_state, write_state
 from rlmesh.rl.engines.training.checkpoint.folders import CheckpointFolder
-from rlmesh.rl.engines.training.checkpoint.zero_state import load_state, state_of
+from rlmesh.rl.engines.training.checkpoint.zero_state import inner_state, load_state, state_of
 from rlmesh.rl.engines.training.offload import own_memory
 from rlmesh.rl.engines.training.protocol import Lora, TrainingOptions
+from rlmesh.rl.engines.training.torch_engine import make_adamw
 
 Stage = Literal[1, 2, 3]
 
@@ -50,14 +50,11 @@ class DeepSpeedEngine(ModuleEngine):
         deepspeed.init_distributed(dist_backend=backend, auto_mpi_discovery=False, verbose=False)
         super().__init__(options)
         self.stage = stage
-        self.plain = model
+        self.plain = model = self._adapted(model)
         if options.activation_checkpointing:
             checkpoint_activations(model)
         own_memory([*model.parameters(), *model.buffers()])
-        optimizer = torch.optim.AdamW(
-            [p for p in model.parameters() if p.requires_grad],
-            lr=options.lr, betas=options.betas, eps=options.eps, weight_decay=options.weight_decay,
-        )  # fmt: skip
+        optimizer = make_adamw(model, options, fused=False)
         self.engine, *_ = deepspeed.initialize(
             model=model, optimizer=optimizer, config=deepspeed_config(options, stage, config or {})
         )
@@ -71,6 +68,8 @@ class DeepSpeedEngine(ModuleEngine):
     # Training.
 
     def _before_step(self, lr: float) -> None:
+        if not self.steps:
+            inner_state(self.engine)  # DeepSpeed needs the state of all groups as soon as it has stepped the first one
         for group in self.optimizer.param_groups:
             group["lr"] = lr
 
@@ -82,7 +81,7 @@ class DeepSpeedEngine(ModuleEngine):
         # DeepSpeed averages over the ranks, but shares add up.
         self.engine.backward(share * self.ranks, scale_wrt_gas=False)
 
-    def _apply(self) -> float:
+    def _apply(self, norm: float | None) -> float:
         self.engine.step()
         if self.optimizer.overflow:
             raise FloatingPointError(
@@ -97,7 +96,7 @@ class DeepSpeedEngine(ModuleEngine):
             held = getattr(self.optimizer, name, {})
             for key in held:
                 held[key] = None
-        # Gradients are accumulated unless this marks the beginning of a step.
+        # DeepSpeed adds to the last step's gradients unless this number says that a step begins.
         self.optimizer.micro_step_id = 0 if self.stage == 3 else -1
 
     # Weights and memory.
@@ -117,7 +116,8 @@ class DeepSpeedEngine(ModuleEngine):
     # Checkpoints.
 
     def _write(self, folder: Path) -> Callable[[], Path]:
-        state = state_of(self.engine, self._source(), self.rank, self.ranks)
+        frozen = self.options.lora is None
+        state = state_of(self.engine, self._source(), self.rank, self.ranks, frozen=frozen) | self._base_state()
         return write_state(folder, state, self.steps, self._side)
 
     def load(self, folder: Path, *, trust_others: bool = False) -> None:
@@ -125,7 +125,14 @@ class DeepSpeedEngine(ModuleEngine):
         self._saver.wait()
         place = CheckpointFolder(Path(folder), trust_others=trust_others)
         saved = place.current()
-        load_state(self.engine, self._source(), self.rank, lambda state: read_state(place, saved, state, self._side))
+
+        def read(state: dict[str, Any]) -> None:
+            read_state(place, saved, state, self._side)
+
+        if base := self._base_state():
+            read(base)
+            self._require_base(base, folder)
+        load_state(self.engine, self._source(), self.rank, read, frozen=self.options.lora is None)
         self.steps = saved.steps
 
     def close(self) -> None:

@@ -12,23 +12,20 @@ from dataclasses import dataclass
 from typing import Any
 
 from rlmesh.errors import UsageError, WeightSyncError
-from rlmesh.rl.engines.growing import Growing
+from rlmesh.rl.engines.growing import Growing, completes
 from rlmesh.rl.engines.rollout import PauseMode, SleepLevel
-from rlmesh.rl.engines.vllm.base import (
-    CALL_S,
-    START_S,
+from rlmesh.rl.engines.vllm.base import CALL_S, START_S, Sink, T, VllmBase, engine_args
+from rlmesh.rl.engines.vllm.children import children, forget
+from rlmesh.rl.engines.vllm.requests import (
     RequestBatch,
-    Sink,
-    T,
-    VllmBase,
-    engine_args,
+    can_resume,
     log_probs_of,
+    masses_of,
     probe_params,
     prompt_log_probs,
     stretch_params,
     tokens_of,
 )
-from rlmesh.rl.engines.vllm.children import children, forget
 
 __all__ = ["AsyncVllmEngine"]
 
@@ -42,12 +39,16 @@ class Stretch:
     Attributes:
         tokens: number of tokens so far.
         keep: if a pause ends it, it continues afterwards.
+        resumes: it can do so.
+        stopped: a stop text has ended it.
     """
 
     name: str
     batch: RequestBatch
     tokens: int = 0
     keep: bool = False
+    resumes: bool = True
+    stopped: bool = False
 
 
 class AsyncVllmEngine(VllmBase):
@@ -77,6 +78,7 @@ class AsyncVllmEngine(VllmBase):
         self._thread = threading.Thread(target=self._run, args=(started,), name=f"rlmesh-vllm-{who}", daemon=True)
         self._thread.start()
         self._answer("start", started, START_S)
+        self._carries_mass = all(self.workers("rlmesh_carry_mass"))
         # Weights reach the workers through host memory, on CPUs and GPUs alike.
         self._sink = Sink(self, "cpu", same_process=False, halt_s=pause_timeout_s)
         if version is not None:
@@ -130,7 +132,7 @@ class AsyncVllmEngine(VllmBase):
         """Start a stretch; it is in vLLM when this returns."""
         name = str(next(self._numbers))
         outputs = await self._engine.add_request(name, tokens_of(row.context), stretch_params(row, self._ends))
-        stretch = Stretch(name, batch)
+        stretch = Stretch(name, batch, resumes=can_resume(row))
         task = self._loop.create_task(self._follow(row, stretch, outputs))
         self._stretches[task] = stretch
         task.add_done_callback(self._stretches.pop)
@@ -145,6 +147,11 @@ class AsyncVllmEngine(VllmBase):
                 stretch.tokens += len(parts[-1].token_ids)
                 if output.finished:
                     break
+                if row.decode is not None and not stretch.stopped:
+                    drawn = [token for part in parts for token in part.token_ids]
+                    stretch.stopped = _completes_any(row, drawn, len(parts[-1].token_ids))
+                    if stretch.stopped:
+                        await self._engine.abort(stretch.name)
             last = parts[-1]
             _take_spans(row, parts, last.weight_versions or ())
         except Exception as error:
@@ -154,7 +161,9 @@ class AsyncVllmEngine(VllmBase):
             return
         if batch.withdrawn:
             return
-        if last.finish_reason != "abort" or not stretch.keep:
+        if row.finish_reason is not None:  # by a stop text
+            batch.ended()
+        elif last.finish_reason != "abort" or not stretch.keep:
             row.finish(last.finish_reason)
             batch.ended()
         elif self._halted:
@@ -180,7 +189,7 @@ class AsyncVllmEngine(VllmBase):
         if mode == "wait" and not await self._drained(timeout_s):
             raise self._busy(len(self._stretches), timeout_s)
         for stretch in self._stretches.values():
-            stretch.keep = mode == "keep"
+            stretch.keep = mode == "keep" and stretch.resumes
         self._halted = True
         if not self._stretches:
             return  # no request is let in, and none runs
@@ -208,7 +217,7 @@ class AsyncVllmEngine(VllmBase):
         return not self._stretches
 
     def _give_up_halt(self) -> None:
-        """Resume vLLM in the background once its pause is over, which may never happen."""
+        """Resume vLLM in the background after a halt that failed: as soon as vLLM accepts it, which may be never."""
         self._halted = False
         kept, self._kept = self._kept, []
         if self._engine is None:  # closed in the meantime
@@ -319,5 +328,15 @@ def _take_spans(row: Growing, parts: Sequence[Any], spans: Sequence[Any]) -> Non
     log_probs = [log_prob for part in parts for log_prob in log_probs_of(part)]
     if sum(span.end - span.start for span in spans) != len(tokens):
         raise WeightSyncError(f"vLLM gave {len(tokens)} tokens, and versions of {spans}")
+    masses = [mass for part in parts for mass in masses_of(row, part)]
     for span in spans:
-        row.add(tokens[span.start : span.end], log_probs[span.start : span.end], int(span.version))
+        at = slice(span.start, span.end)
+        row.add(tokens[at], log_probs[at], int(span.version), masses[at])
+
+
+def _completes_any(row: Growing, drawn: Sequence[int], new: int) -> bool:
+    """True if one of the last ``new`` tokens of a stretch completes a stop text."""
+    assert row.decode is not None
+    before = len(row.tokens) + len(drawn) - new
+    tokens = [*row.tokens, *drawn]
+    return any(completes(tokens[: end + 1], row.params.stop, row.decode) for end in range(before, len(tokens)))

@@ -17,16 +17,18 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import CancelledError, Future
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TypeVar
 
 from rlmesh import Manifest, VersionGate, WeightSink
 from rlmesh.errors import UsageError, WeightsNotReady, WeightSyncError
-from rlmesh.rl.engines.growing import Growing
+from rlmesh.rl.engines.growing import Decode, Growing, decoder
 from rlmesh.rl.engines.prompts import checked_params, checked_rows
 from rlmesh.rl.engines.rollout import PauseMode, Sample, SamplingParams, SleepLevel
 from rlmesh.rl.engines.vllm.buckets import BucketWriter
+from rlmesh.rl.engines.vllm.requests import RequestBatch
 
-__all__ = ["ProbeResult", "RequestBatch", "VllmBase", "end_tokens", "engine_args", "stretch_params"]
+__all__ = ["ProbeResult", "VllmBase", "end_tokens", "engine_args"]
 
 logger = logging.getLogger(__name__)
 
@@ -38,6 +40,7 @@ CLOSE_S = 60.0
 
 OURS = ("model", "worker_extension_cls", "skip_tokenizer_init", "logprobs_mode", "disable_log_stats")
 """Arguments of vLLM that users may not set."""
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "spiece.model", "vocab.json")
 CPU_CACHE_BYTES = 256 << 20
 
 
@@ -48,28 +51,6 @@ class ProbeResult:
     version: int
     token_ids: list[int]
     log_probs: list[float]
-
-
-class RequestBatch:
-    """Requests that were made together; ``done`` is set when all have ended, or all have failed."""
-
-    def __init__(self, rows: Sequence[Growing]) -> None:
-        self.rows = list(rows)
-        self.done = threading.Event()
-        self.withdrawn = False
-        """The caller no longer waits."""
-        self.error: Exception | None = None
-        self._left = len(self.rows)
-
-    def ended(self) -> None:
-        """Note that one more request has ended. Called on the engine's thread only."""
-        self._left -= 1
-        if not self._left:
-            self.done.set()
-
-    def fail(self, error: Exception) -> None:
-        self.error = self.error or error
-        self.done.set()
 
 
 class Sink:
@@ -94,6 +75,11 @@ class Sink:
         self._core.workers("rlmesh_begin")
 
     def stage(self, tensors: Mapping[str, Any], *, keep: bool) -> None:
+        adapter = next((name for name in tensors if ".lora_" in name), None)
+        if adapter is not None:
+            raise WeightSyncError(
+                f"{adapter}: this engine has no adapters. Push merged weights: named_tensors(lora='merged')"
+            )
         head = tensors.get("lm_head.weight")
         if self._core.tied and head is not None and not any(
             other is head for name, other in tensors.items() if name != "lm_head.weight"
@@ -172,6 +158,8 @@ class VllmBase(ABC):
         self._paused: PauseMode | None = None
         self._asleep: SleepLevel | None = None
         self._tokens = 0
+        self._decoder: Decode | None = None
+        self._carries_mass = False
         self._closed = False
         self._asking = threading.Lock()
         """Held while work is queued, so that none is queued after the engine's end."""
@@ -191,14 +179,7 @@ class VllmBase(ABC):
         if not prompts:
             return []
         deadline = time.monotonic() + timeout_s
-        batch = RequestBatch([Growing(prompt, params, row) for row, prompt in enumerate(prompts)])
-        # The gate is held until the requests are in the engine: from then on a push takes them into account.
-        with self._serving(timeout_s):
-            try:
-                self._submit(batch, max(deadline - time.monotonic(), 0.0))
-            except BaseException:
-                self._withdraw(batch)  # requests that were accepted before one was refused
-                raise
+        batch = self._begin(prompts, params, timeout_s)
         if not batch.done.wait(max(deadline - time.monotonic(), 0.0)):
             self._withdraw(batch)
             raise TimeoutError(f"{self.gate.who}: {len(prompts)} samples were not made within {timeout_s:g} s")
@@ -207,6 +188,65 @@ class VllmBase(ABC):
         samples = [row.sample() for row in batch.rows]
         self._tokens += sum(len(sample.token_ids) for sample in samples)
         return samples
+
+    def submit(self, prompt: Sequence[int], params: SamplingParams, *, timeout_s: float = 600.0) -> Future[Sample]:
+        prompts, params = checked_rows([prompt], self._vocabulary, what="prompt"), checked_params(params)
+        batch = self._begin(prompts, params, timeout_s)
+        future: Future[Sample] = Future()
+
+        def finish() -> None:
+            if not future.set_running_or_notify_cancel():
+                return
+            if batch.error is not None:
+                future.set_exception(batch.error)
+                return
+            self._tokens += len(batch.rows[0].tokens)
+            future.set_result(batch.rows[0].sample())
+
+        batch.then(finish)
+        future.add_done_callback(lambda done: self._withdraw(batch) if done.cancelled() else None)
+        return future
+
+    def _begin(self, prompts: Sequence[list[int]], params: SamplingParams, timeout_s: float) -> RequestBatch:
+        """Give requests to vLLM."""
+        if params.truncates and not self._carries_mass:
+            raise UsageError(
+                f"{self.gate.who}: this version of vLLM does not tell how much probability top_p, top_k and min_p "
+                "leave out, without which no trainer can use the samples. Sample from the whole vocabulary"
+            )
+        decode = self._decode() if params.stop else None
+        deadline = time.monotonic() + timeout_s
+        batch = RequestBatch([Growing(prompt, params, row, decode) for row, prompt in enumerate(prompts)])
+        # The gate is held until the requests are in the engine: from then on a push takes them into account.
+        with self._serving(timeout_s):
+            try:
+                self._submit(batch, max(deadline - time.monotonic(), 0.0))
+            except BaseException:
+                self._withdraw(batch)  # requests that were accepted before one was refused
+                raise
+        return batch
+
+    def _decode(self) -> Decode:
+        """The decoder of the model folder's tokenizer, for stop texts: vLLM itself has none.
+
+        Raises:
+            UsageError: the folder has no tokenizer.
+        """
+        if self._decoder is None:
+            from transformers import AutoTokenizer
+
+            folder = Path(self.model_path)
+            try:
+                # transformers makes an empty tokenizer where a folder has none.
+                if folder.is_dir() and not any((folder / name).exists() for name in TOKENIZER_FILES):
+                    raise OSError(f"it has none of {', '.join(TOKENIZER_FILES)}")
+                self._decoder = decoder(AutoTokenizer.from_pretrained(self.model_path))
+            except (OSError, ValueError) as error:
+                raise UsageError(
+                    f"stop: the engine finds texts with the tokenizer in {self.model_path}, which cannot be loaded "
+                    f"({error!s:.200}). Save one there, or give stop_token_ids"
+                ) from error
+        return self._decoder
 
     def log_probs(self, sequences: Sequence[Sequence[int]], *, timeout_s: float = 60.0) -> list[list[float]]:
         sequences = checked_rows(sequences, self._vocabulary, what="sequence")
@@ -295,7 +335,7 @@ class VllmBase(ABC):
         except TimeoutError:
             answer.cancel()
             if answer.done() and not answer.cancelled():
-                return answer.result(0)  # it ended just now, or the timeout is its own error
+                return answer.result(0)  # it has just ended, or itself raised the TimeoutError
             raise TimeoutError(
                 f"{self.gate.who}: vLLM did not {what} within {timeout_s:g} s. It is stopped, hangs, or needs longer: "
                 "see the stacks of its processes; close() ends it"
@@ -331,7 +371,7 @@ class VllmBase(ABC):
 
         Raises:
             WeightSyncError: requests still ran after ``timeout_s``, and continue.
-            TimeoutError: vLLM did not stop in time; kept requests continue when it has.
+            TimeoutError: vLLM did not stop in time; the kept requests continue once it has stopped.
         """
 
     @abstractmethod
@@ -388,7 +428,7 @@ def engine_args(model: str, given: Mapping[str, Any], *, in_process: bool) -> di
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # this process has threads
     }
     if on_cpu:
-        # The first would compile for seconds at the first request, the second would bind cores exclusively.
+        # By default vLLM would compile for seconds at the first request, and bind cores for itself alone.
         environment |= {"TORCHDYNAMO_DISABLE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
     for name, value in environment.items():
         os.environ.setdefault(name, value)
@@ -404,47 +444,9 @@ def engine_args(model: str, given: Mapping[str, Any], *, in_process: bool) -> di
     if on_cpu:
         arguments |= {"enforce_eager": True, "kv_cache_memory_bytes": CPU_CACHE_BYTES}
         if not in_process and given.get("tensor_parallel_size", 1) == 1 and given.get("pipeline_parallel_size", 1) == 1:
-            # One worker needs no process of its own, which vLLM uses on CPUs to set OpenMP threads: worker process and
-            # scheduler would poll each other's messages without a pause, and occupy two cores for one engine.
+            # Run a single worker in the scheduler's process. On CPUs vLLM would start a process for it, to set its
+            # OpenMP threads; the two would then busy-poll each other's messages, and occupy two cores per engine.
             from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
             arguments["distributed_executor_backend"] = UniProcExecutor
     return arguments | dict(given)
-
-
-def tokens_of(token_ids: Sequence[int]) -> Any:
-    """A prompt in the form of vLLM's renderer, which would otherwise render it on another thread."""
-    from vllm.inputs.engine import tokens_input
-
-    return tokens_input(list(token_ids))
-
-
-def stretch_params(row: Growing, ends: Sequence[int]) -> Any:
-    """vLLM's parameters for the next stretch of a response."""
-    from vllm import SamplingParams as VllmParams
-    from vllm.sampling_params import RequestOutputKind
-
-    params = row.params
-    return VllmParams(
-        max_tokens=row.left, temperature=params.temperature, top_k=params.top_k, top_p=params.top_p, seed=row.seed,
-        stop_token_ids=[*ends, *params.stop_token_ids], logprobs=0, detokenize=False, ignore_eos=True,
-        output_kind=RequestOutputKind.DELTA,
-    )  # fmt: skip
-
-
-def probe_params() -> Any:
-    """vLLM's parameters for log-probs of a prompt."""
-    from vllm import SamplingParams as VllmParams
-
-    return VllmParams(max_tokens=1, temperature=0, prompt_logprobs=0, detokenize=False)
-
-
-def prompt_log_probs(output: Any) -> list[float]:
-    """The log-probs of a finished probe's prompt."""
-    tokens = output.prompt_token_ids
-    return [float(output.prompt_logprobs[i][tokens[i]].logprob) for i in range(1, len(tokens))]
-
-
-def log_probs_of(completion: Any) -> list[float]:
-    """The log-probs of the tokens that one step of vLLM adds to a response."""
-    return [float(at[token].logprob) for at, token in zip(completion.logprobs or (), completion.token_ids, strict=True)]

@@ -1,6 +1,7 @@
-"""Tensors to workers in other processes of this machine, through anonymous memory, of which nothing can be left behind.
+"""`BucketWriter` and `BucketReader`: tensors for workers in other processes of this machine.
 
-The writer reuses one memory for all buckets; a reader copies the tensors.
+They go through anonymous memory, of which a process that dies leaves no file behind. The writer reuses one memory for
+all buckets; a reader copies the tensors.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ class BucketWriter:
         self._serial = 0
 
     def write(self, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-        """Write tensors; returns the argument of `BucketReader.read`, of plain values. Names of one tensor share its
-        bytes."""
+        """Write tensors, a tensor with several names once; returns the argument of `BucketReader.read`, which has plain
+        values only."""
         rows: list[list[Any]] = []
         places: dict[int, int] = {}
         size = 0

@@ -14,21 +14,18 @@ from typing import Any
 from rlmesh.errors import UsageError, WeightSyncError
 from rlmesh.rl.engines.growing import Growing
 from rlmesh.rl.engines.rollout import PauseMode, SleepLevel
-from rlmesh.rl.engines.vllm.base import (
-    CALL_S,
-    START_S,
+from rlmesh.rl.engines.vllm.base import CALL_S, START_S, Sink, T, VllmBase, engine_args
+from rlmesh.rl.engines.vllm.children import children, forget
+from rlmesh.rl.engines.vllm.requests import (
     RequestBatch,
-    Sink,
-    T,
-    VllmBase,
-    engine_args,
+    can_resume,
     log_probs_of,
+    masses_of,
     probe_params,
     prompt_log_probs,
     stretch_params,
     tokens_of,
 )
-from rlmesh.rl.engines.vllm.children import children, forget
 
 __all__ = ["VllmEngine"]
 
@@ -80,6 +77,7 @@ class VllmEngine(VllmBase):
         self._thread = threading.Thread(target=self._run, args=(started,), name=f"rlmesh-vllm-{who}", daemon=True)
         self._thread.start()
         same_process, device = self._answer("start", started, START_S)
+        self._carries_mass = all(self.workers("rlmesh_carry_mass"))
         self._sink = Sink(self, device, same_process=same_process, halt_s=pause_timeout_s)
 
     # On the engine's thread.
@@ -141,10 +139,13 @@ class VllmEngine(VllmBase):
             row, batch = found
             completion = output.outputs[0]
             assert self._serving_version is not None
-            row.add(completion.token_ids, log_probs_of(completion), self._serving_version)
-            if output.finished:
+            row.add(completion.token_ids, log_probs_of(completion), self._serving_version, masses_of(row, completion))
+            if output.finished or row.finish_reason is not None:
                 del self._running[output.request_id]
-                row.finish(completion.finish_reason)
+                if not output.finished:
+                    self._engine.abort_request([output.request_id])  # a stop text ended it
+                elif row.finish_reason is None:
+                    row.finish(completion.finish_reason)
                 batch.ended()
         return others
 
@@ -175,11 +176,10 @@ class VllmEngine(VllmBase):
         self._kept = []
 
     def _halt(self, mode: PauseMode) -> None:
-        out = self._take_out()
-        if mode == "keep":
-            self._kept += out
-        else:
-            for row, batch in out:
+        for row, batch in self._take_out():
+            if mode == "keep" and can_resume(row):
+                self._kept.append((row, batch))
+            else:
                 row.finish("abort")
                 batch.ended()
         self._halted = True

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from rlmesh.rl.engines.vllm.buckets import BucketReader
+from rlmesh.rl.engines.vllm.carried_mass import carry_mass
 
 __all__ = ["WorkerExtension"]
 
@@ -26,6 +27,11 @@ TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 
 class WorkerExtension:
     """Methods of vLLM's worker; all names have a prefix, since they share its namespace."""
+
+    def rlmesh_carry_mass(self) -> bool:
+        """Let log-probs carry the mass that truncation keeps; False if this vLLM samples in a way not known here."""
+        worker: Any = self
+        return carry_mass(getattr(worker.model_runner, "sampler", None))
 
     def rlmesh_begin(self) -> None:
         """Prepare to load all weights; an unfinished earlier load is completed first."""

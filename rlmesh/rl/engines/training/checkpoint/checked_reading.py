@@ -78,7 +78,7 @@ class CheckedReader(FileSystemReader):
 
 
 class TensorsOnly(DefaultLoadPlanner):
-    """Loads other objects than tensors as data, too."""
+    """Loads objects that are not tensors as data as well, so that none of them can run code."""
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         # Checked here, then written again for torch, so that it reads exactly the checked content.

@@ -77,7 +77,7 @@ class CheckpointFolder:
         path = self.folder / CURRENT
         try:
             if not self.trust_others:
-                # The folder first: whoever cannot write there cannot put another file in place of the one looked at.
+                # The folder first: if others cannot write to it, nobody replaces the file between check and read.
                 fault = fault_of(self.folder, self.folder.stat()) or fault_of(path, path.lstat())
                 if fault:
                     raise refused(self.folder, fault)
@@ -114,7 +114,7 @@ class CheckpointFolder:
         """Make a subfolder for new data; returns its name."""
         close_if_empty(self.folder)
         name = f"step-{steps:08d}-{secrets.token_hex(4)}"
-        # Private for any umask: its owner may share it.
+        # Mode 0700 whatever the umask; the owner may open the folders to others later.
         for folder in (self.folder, self.folder / name):
             if not folder.exists():
                 folder.mkdir(mode=0o700, parents=True)
@@ -131,7 +131,7 @@ class CheckpointFolder:
         for other in self.folder.glob("step-*"):
             if other.name != saved.data:
                 shutil.rmtree(other, ignore_errors=True)
-        for draft in self.folder.glob(f".{CURRENT}.*.tmp"):  # of who was killed while writing it
+        for draft in self.folder.glob(f".{CURRENT}.*.tmp"):  # left by a process that was killed
             draft.unlink(missing_ok=True)
 
 

@@ -29,7 +29,7 @@ def fault_of(path: Path, found: os.stat_result) -> str:
 
 
 def faults_in(data: Path) -> str:
-    """The first fault of a folder and of all in it; the folder may be reached by a link, its files not.
+    """The first fault of a folder and of all in it. ``data`` itself may be a link; a link inside it is a fault.
 
     Raises:
         OSError: it cannot be looked at.
@@ -52,7 +52,7 @@ def refused(folder: Path, fault: str) -> UsageError:
 
 
 def close_if_empty(folder: Path) -> None:
-    """Make a folder private that is there and empty, and to which a generous umask lets others write."""
+    """Make a folder private if it exists, is empty, and others may write to it (it was made under a lax umask)."""
     try:
         found = folder.stat()
         if found.st_uid == os.geteuid() and found.st_mode & OTHERS_WRITE and not any(folder.iterdir()):
@@ -62,7 +62,7 @@ def close_if_empty(folder: Path) -> None:
 
 
 def keep_others_from_writing(data: Path) -> None:
-    """Take the right to write from all but the owner of a folder's files, which a generous umask has given."""
+    """Remove the write permission of group and others, which a lax umask may have given, from a folder's files."""
     with os.scandir(data) as entries:
         for entry in entries:
             mode = entry.stat(follow_symlinks=False).st_mode

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from rlmesh import ZeroSource
 
@@ -22,11 +22,12 @@ State = dict[str, Any]
 """``{"model": {name: [..]}, "optimizer": {name: {"step": [], "exp_avg": [..], "exp_avg_sq": [..]}}}``, float32."""
 
 
-def state_of(engine: Any, source: ZeroSource, rank: int, ranks: int) -> State:
-    """A CPU copy of every ``ranks``-th parameter from ``rank`` on; rank 0 also has the tensors that are not trained."""
+def state_of(engine: Any, source: ZeroSource, rank: int, ranks: int, *, frozen: bool = True) -> State:
+    """A CPU copy of every ``ranks``-th parameter from ``rank`` on; rank 0 also has the tensors that are not trained,
+    unless ``frozen`` is false."""
     from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
-    inner = _inner_state(engine)
+    inner = inner_state(engine)
     steps = next(iter(inner))["step"]
     weights: dict[str, Tensor] = {}
     moments: dict[str, dict[str, Tensor]] = {}
@@ -36,20 +37,23 @@ def state_of(engine: Any, source: ZeroSource, rank: int, ranks: int) -> State:
         if index % ranks == rank:
             weights.update({each: _copy(whole) for each in _names_of(source, name)})
             moments[name] = {"step": _copy(steps), **{key: _copy(value) for key, value in found.items()}}
-    for name in _others(source):
+    for name in _others(source, frozen):
         with source.gather([name]) as tensors:
             if rank == 0:
                 weights.update({each: _copy(tensors[name]) for each in _names_of(source, name)})
     return {"model": weights, "optimizer": moments}
 
 
-def load_state(engine: Any, source: ZeroSource, rank: int, read: Callable[[State], None]) -> None:
+def load_state(
+    engine: Any, source: ZeroSource, rank: int, read: Callable[[State], None], *, frozen: bool = True
+) -> None:
     """Load a state from `state_of` or from an engine of torch, some parameters at a time.
 
     Args:
+        frozen: also load parameters that are not trained.
         read: fills a state's tensors in place; a collective step.
     """
-    inner = _inner_state(engine)
+    inner = inner_state(engine)
     steps = torch.zeros(())
     for part in _parts(_trained(source)):
         weights = {name: torch.empty(_shape(parameter)) for name, parameter in part.items()}
@@ -63,7 +67,8 @@ def load_state(engine: Any, source: ZeroSource, rank: int, read: Callable[[State
     for state in inner:
         state["step"].copy_(steps)
     others = {
-        name: torch.empty(_shape(source.tensors[name]), dtype=source.tensors[name].dtype) for name in _others(source)
+        name: torch.empty(_shape(source.tensors[name]), dtype=source.tensors[name].dtype)
+        for name in _others(source, frozen)
     }
     if others:
         read({"model": others})
@@ -81,10 +86,11 @@ def _trained(source: ZeroSource) -> dict[str, Any]:
     return {name: source.tensors[name] for name in owned if source.tensors[name].requires_grad}
 
 
-def _others(source: ZeroSource) -> list[str]:
-    """Buffers, and parameters that are not trained."""
+def _others(source: ZeroSource, frozen: bool) -> list[str]:
+    """Buffers and, if ``frozen``, parameters that are not trained."""
     owned = [spec.name for spec in source.manifest() if spec.alias_of is None]
-    return [name for name in owned if not source.tensors[name].requires_grad]
+    others = [name for name in owned if not source.tensors[name].requires_grad]
+    return others if frozen else [name for name in others if not isinstance(source.tensors[name], nn.Parameter)]
 
 
 def _names_of(source: ZeroSource, name: str) -> list[str]:
@@ -109,7 +115,7 @@ def _parts(parameters: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         yield part
 
 
-def _inner_state(engine: Any) -> list[dict[str, Any]]:
+def inner_state(engine: Any) -> list[dict[str, Any]]:
     """torch's state of each flat partition of this rank; before the first step it is made here."""
     optimizer = engine.optimizer
     flats = _flat_partitions(optimizer)
