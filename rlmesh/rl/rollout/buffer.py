@@ -1,5 +1,5 @@
-"""`SampleBuffer`: the groups between sampling and training, and the rules that decide which group is sampled and trained
-when. No I/O, no threads.
+"""`SampleBuffer`: the groups between sampling and training, and the rules for the order in which they are sampled and
+trained. No I/O, no threads.
 
 The prompts of a run form one endless sequence of positions, which seed and epoch determine. Each position has one slot,
 which is freed only when its group is trained, dropped or failed::
@@ -89,12 +89,19 @@ class SampleBuffer:
         self._live: dict[int, GroupSlot] = {}
         self._taken: list[GroupSlot] = []
         self._lost: dict[tuple[int, str], int] = {}
+        self.deaths: dict[int, int] = {}
+        """Deaths of engines by position; a return to a checkpoint does not undo them."""
+        self.poison: dict[int, str] = {}
+        """Positions whose prompts kill engines or scorers, and the reasons: their slots fail as soon as they are
+        drawn."""
         self.cursor = 0
         """The next position to draw."""
         self.step = 1
         """The next step to take."""
         self.version: int | None = None
         """The version that the engines serve; None: none."""
+        self.renewed = 0
+        """The number of groups that `take` found too old."""
 
     # Drawing and sampling.
 
@@ -116,6 +123,11 @@ class SampleBuffer:
         within = self.batch_size * (self.version + self.staleness + 2 - self.step)
         return max(0, min(within + self.extra, self.batch_size * (self.steps - self.step + 1)))
 
+    @property
+    def room(self) -> int:
+        """The number of slots that may be drawn now."""
+        return max(0, self.window - len(self._live))
+
     def draw(self, key_of: Callable[[int], tuple[int, int]]) -> list[GroupSlot]:
         """Fill the window with new slots, and give them.
 
@@ -123,12 +135,18 @@ class SampleBuffer:
             key_of: position → (epoch, index of the prompt).
         """
         new = []
-        while len(self._live) < self.window:
-            slot = self._live[self.cursor] = GroupSlot(self.cursor, key_of(self.cursor))
+        while self.room:
+            slot = GroupSlot(self.cursor, key_of(self.cursor), deaths=self.deaths.get(self.cursor, 0))
+            self._live[slot.position] = slot
             self.cursor += 1
             new.append(slot)
             self._record(slot)
+            self._fail_poison(slot)
         return new
+
+    def _fail_poison(self, slot: GroupSlot) -> None:
+        if slot.position in self.poison:
+            self._lose(slot, "failed", self.poison[slot.position])
 
     def askable(self) -> list[GroupSlot]:
         """The slots that an engine may be asked for now, in drawing order."""
@@ -151,7 +169,8 @@ class SampleBuffer:
             reason: for people.
             died: an engine died that was sampling it.
         """
-        slot.deaths += died
+        if died:
+            slot.deaths = self.deaths[slot.position] = slot.deaths + 1
         slot.group, slot.versions, slot.scored = None, None, False
         self._change(slot, "drawn", reason)
 
@@ -164,8 +183,15 @@ class SampleBuffer:
         """Note that the group has its rewards."""
         slot.group, slot.scored = group, True
 
-    def fail(self, slot: GroupSlot, reason: str) -> int:
-        """Free the slot of a group that can never be trained; gives the number of those that failed for its step."""
+    def fail(self, slot: GroupSlot, reason: str, *, poison: bool = False) -> int:
+        """Free the slot of a group that can never be trained; gives the number of those that failed for its step.
+
+        Args:
+            reason: for people.
+            poison: its prompt kills engines or scorers, and is never asked for again.
+        """
+        if poison:
+            self.poison[slot.position] = reason
         return self._lose(slot, "failed", reason)
 
     def drop(self, slot: GroupSlot, reason: str) -> bool:
@@ -196,6 +222,7 @@ class SampleBuffer:
         first = list(islice(self._live.values(), self.batch_size))
         for slot in first:
             if slot.ready and self._is_too_old(slot, step):
+                self.renewed += 1
                 self.ask_again(slot, f"too old for step {step}: version {slot.versions}")
         if len(first) < self.batch_size or not all(slot.ready for slot in first):
             return None
@@ -233,7 +260,7 @@ class SampleBuffer:
 
         Call it between steps: the slots of a step in training are not part of it.
         """
-        kept = ("position", "key", "asked", "deaths")
+        kept = ("position", "key", "asked")
         return {
             "cursor": self.cursor,
             "step": self.step,
@@ -253,12 +280,14 @@ class SampleBuffer:
         self._lost = {(step, why): count for step, why, count in state.get("lost", ())}
         self._live = {}
         for saved in state["slots"]:
-            slot = GroupSlot(saved["position"], tuple(saved["key"]), asked=saved["asked"], deaths=saved["deaths"])
+            slot = GroupSlot(saved["position"], tuple(saved["key"]), asked=saved["asked"])
+            slot.deaths = self.deaths.get(slot.position, 0)
             self._live[slot.position] = slot
             if (group := saved.get("group")) is not None:
                 slot.group, slot.versions, slot.scored = group, _versions_of(group, None), saved["scored"]
                 slot.state = "sampled"
             self._record(slot)
+            self._fail_poison(slot)
 
     def restart(self, step: int, cursor: int, unfinished: Iterable[tuple[int, tuple[int, int]]]) -> None:
         """Go on after a step without a saved state.
@@ -268,7 +297,7 @@ class SampleBuffer:
             cursor: the next position to draw.
             unfinished: position and key of each earlier slot that was not trained, dropped or failed.
         """
-        slots = [{"position": position, "key": key, "asked": 0, "deaths": 0} for position, key in sorted(unfinished)]
+        slots = [{"position": position, "key": key, "asked": 0} for position, key in sorted(unfinished)]
         self.restore({"cursor": cursor, "step": step + 1, "slots": slots})
 
     def counts(self) -> dict[str, int]:
@@ -290,7 +319,7 @@ class SampleBuffer:
 
 def _versions_of(group: Group, unknown: int | None) -> tuple[int, int] | None:
     """Oldest and newest version of any token of a group; ``unknown`` stands for responses without tokens."""
-    found = [version for episode in group.episodes for turn in episode.turns for version, _, _ in turn.version_spans]
+    found = {version for episode in group.episodes for version in episode.versions}
     if not found:
         return None if unknown is None else (unknown, unknown)
     return min(found), max(found)

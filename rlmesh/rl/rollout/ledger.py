@@ -23,7 +23,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -80,6 +80,9 @@ class LedgerRow:
     reason: str
     at: float
     void: bool
+
+
+COLUMNS = tuple(one.name for one in fields(LedgerRow))
 
 
 class Ledger:
@@ -197,6 +200,16 @@ class Ledger:
         found: tuple[int, list[Any]] = self._do(work)
         return found
 
+    def troubles(self, sign: str) -> tuple[dict[int, int], dict[int, str]]:
+        """What earlier lines know about prompts that kill: deaths by position, and reasons that begin with ``sign``."""
+
+        def work(connection: sqlite3.Connection) -> tuple[dict[int, int], dict[int, str]]:
+            deaths = "SELECT position, max(deaths) FROM slots WHERE deaths > 0 GROUP BY position"
+            reasons = "SELECT position, reason FROM slots WHERE state = 'failed' AND reason LIKE ? || '%'"
+            return dict(connection.execute(deaths).fetchall()), dict(connection.execute(reasons, (sign,)).fetchall())
+
+        return self._do(work)
+
     def close(self) -> None:
         """Write the rest, and end the thread. May be called twice."""
         thread, self._thread = self._thread, None
@@ -274,10 +287,11 @@ def read_rows(path: Path, *, void: bool = False) -> Iterator[LedgerRow]:
         void: also those that are void.
     """
     with closing(sqlite3.connect(f"file:{path}?mode=ro", uri=True, timeout=WAIT_S)) as connection:
-        for row in connection.execute(
-            f"SELECT * FROM slots {'' if void else 'WHERE NOT void'} ORDER BY line, position"
-        ):
-            yield LedgerRow(*row[:-1], bool(row[-1]))
+        which = "" if void else "WHERE NOT void"
+        for row in connection.execute(f"SELECT * FROM slots {which} ORDER BY line, position"):
+            values: dict[str, Any] = dict(zip(COLUMNS, row, strict=True))
+            values["void"] = bool(values["void"])
+            yield LedgerRow(**values)
 
 
 def faults_of(path: Path) -> list[str]:

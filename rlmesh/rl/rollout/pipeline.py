@@ -18,8 +18,8 @@ FORMS = "'sync', 'one-step-off', 'async' and 'async(staleness=2)'"
 class Pipeline:
     """The rules of one loop, of which all pipelines are settings.
 
-    The staleness of a group that is trained on in step s (from 1 on) is ``s - 1 - v``: step s begins with the weights of
-    version s - 1, and v is the oldest version that sampled a token of the group. Staleness 0 is on-policy.
+    The staleness of a group that step s trains (from 1 on) is ``s - 1 - v``: step s begins with the weights of version
+    s - 1, and v is the oldest version that sampled a token of the group. Staleness 0 is on-policy.
 
     Attributes:
         name: ``sync``, ``one-step-off`` or ``async``.

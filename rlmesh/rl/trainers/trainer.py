@@ -18,15 +18,16 @@ from rlmesh import RoleGroup, WeightSync, current_worker
 from rlmesh.errors import CallError, SourceRestarted, UsageError, WeightsNotReady, WeightSyncError
 from rlmesh.rl.algorithms.protocol import Evaluated, TokenWeights
 from rlmesh.rl.components import padded
-from rlmesh.rl.data.loader import Drawn, PromptLoader
+from rlmesh.rl.data.loader import PromptLoader
 from rlmesh.rl.drift import DriftAlarm, drift
 from rlmesh.rl.engines.rollout import SamplingParams
 from rlmesh.rl.packing import Packs
 from rlmesh.rl.rewards.scoring import Rewards
 from rlmesh.rl.roles.defaults import run_settings
-from rlmesh.rl.rollout.buffer import SampleBuffer
+from rlmesh.rl.rollout.role_engines import OwnSampling
+from rlmesh.rl.rollout.run_sampling import RunSampling, role_engines
 from rlmesh.rl.trainers.batches import joined, lengths_of, matrix_of, packs_of, shares_of, value_metrics, values_of
-from rlmesh.rl.trainers.progress import Progress, remove_other_checkpoints
+from rlmesh.rl.trainers.progress import Progress, checkpoint_folder, remove_other_checkpoints
 from rlmesh.rl.types import Episode, Group, Outcome, Score
 
 if TYPE_CHECKING:
@@ -56,17 +57,19 @@ class Trainer:
         self.validation_rewards = self.rewards
         data = self.settings.dataset(self.tokenizer)
         print(f"data: {data.counts}", flush=True)
-        loader = PromptLoader(data, self.settings.batch_size, seed=self.settings.seed)
-        self.buffer = SampleBuffer(loader, self.sample)
+        self.loader = PromptLoader(data, self.settings.batch_size, seed=self.settings.seed)
         self.alarm = DriftAlarm(self.settings.actor.precision)
         self.version, self.lost, self.last = 0, 0, dict[str, float]()
 
     def teardown(self) -> None:
+        if "sampling" in vars(self):
+            self.sampling.close()
         self.rewards.close()
         self.validation_rewards.close()
 
     def run(self) -> None:
         self.fit()
+        self.sampling.close()
         self.hold(None)
         if self.engines is not self.actor:
             self.weight_sync.close()
@@ -88,31 +91,37 @@ class Trainer:
                 ready = False
 
     def step(self, step: int) -> None:
-        """One step: sample, score, evaluate, train, save, publish, report."""
+        """One step: take scored samples, evaluate, train, save, publish, report. Engines sample for later steps
+        meanwhile, as far as the pipeline allows."""
         began = time.perf_counter()
-        groups = self.score(self.rewards, self.buffer.take(step))
-        packs, batch = self.evaluate(self.usable(groups))
+        groups = self.sampling.take(step)
+        packs, batch = self.evaluate(groups)
         metrics = self.rewards.metrics(groups) | lengths_of(groups)
         metrics |= self.train(packs, batch, self.algorithm.weigh(batch))
         self.version = step
+        self.sampling.drain()
+        self.sampling.trained(step)
         saved = self.save()
         self.publish()
-        self.buffer.free(step)
-        self.finish(step, metrics | {"step_time_s": time.perf_counter() - began}, saved)
+        self.finish(step, metrics | self.sampling.report() | {"step_time_s": time.perf_counter() - began}, saved)
+        self.sampling.advance(step)
 
     # Stages of a step.
 
-    def sample(self, drawn: Sequence[Drawn], step: int) -> list[Group]:
-        """One group of responses per prompt, with the weights of the last push."""
-        samples = self.algorithm.samples
-        prompts = [one.prompt.ids.tolist() for one in drawn for _ in range(samples)]
-        episodes = self.generate(prompts, self.settings.rollout.temperature, seed=self.settings.seed * 100_003 + step)
-        if late := {episode.policy_version for episode in episodes} - {self.version, None}:
-            raise RuntimeError(f"step {step}: sampled by versions {sorted(map(str, late))}, not by {self.version}")
-        return [
-            Group(one.key, tuple(episodes[place * samples : (place + 1) * samples]), one.prompt.row)
-            for place, one in enumerate(drawn)
-        ]
+    @cached_property
+    def sampling(self) -> RunSampling:
+        """Buffer, ledger and sampler. A trainer with its own `draw` samples by that."""
+        settings, in_turn = self.settings, self.engines is self.actor or self.shares
+        own = type(self).draw is not Trainer.draw
+        engines = self.group("ROLLOUT") or self.actor
+        return RunSampling(
+            settings, self.loader,
+            OwnSampling(lambda prompts, seed: self.generate(prompts, settings.rollout.temperature, seed))
+            if own else role_engines(settings, engines, in_turn=in_turn),
+            lambda groups: self.score(self.rewards, groups), lambda episode: self.rewards.total(episode),
+            background=settings.schedule.staleness > 0 and not in_turn and not own, revive=self.push_again,
+            run_dir=self.run_dir,
+        )  # fmt: skip
 
     def generate(self, prompts: Sequence[list[int]], temperature: float, seed: int = 0) -> list[Episode]:
         """One episode per prompt. The prompts are spread over the engines."""
@@ -138,21 +147,6 @@ class Trainer:
         if self.settings.reward_models:
             self.hold(None)  # a reward model may need the devices
         return rewards.score(groups)
-
-    def usable(self, groups: Sequence[Group]) -> list[Group]:
-        """The groups with at least one response that has a reward.
-
-        Raises:
-            RuntimeError: no response of the batch has one.
-        """
-        kept = [group for group in groups if any(isinstance(self.rewards.total(e), Score) for e in group.episodes)]
-        if not kept:
-            episodes = Group.episodes_of(groups)
-            raise RuntimeError(
-                f"no response of the batch has a reward: {episodes[0].outcomes} was said of the first of "
-                f"{len(episodes)}. Check the rewards and the columns of the data that they read"
-            )
-        return kept
 
     def evaluate(self, groups: Sequence[Group]) -> tuple[dict[str, list[Packs]], Evaluated]:
         """Pack the groups, and ask the roles for what the algorithm needs: log-probabilities, values, greedy rewards.
@@ -207,7 +201,8 @@ class Trainer:
             log_probs=found.pop("log_probs", None),
             sampled_log_probs=padded([episode.sampled_log_probs for episode in episodes]).double(),
             greedy_rewards=None if greedy is None else values_of([greedy[number] for number in numbers]),
-            cut_off=torch.tensor([episode.finish_reason == "length" for episode in episodes]),
+            cut_off=torch.tensor([episode.finish_reason in ("length", "time") for episode in episodes]),
+            current=torch.tensor([episode.versions <= {self.version} for episode in episodes]),
             **found,
         )
 
@@ -241,7 +236,11 @@ class Trainer:
         if log_probs is None:
             rows = self.actor.call("first_log_probs").result()
             log_probs = matrix_of(batch.mask, joined(packs["actor"]), [one for own in rows for one in own])
-        alarms = self.alarm.check(drift(log_probs, batch.sampled_log_probs, batch.mask), version=self.version)
+        # Log-probabilities of other weights differ rightly.
+        same = batch.mask if batch.current is None else batch.mask & batch.current.unsqueeze(1)
+        alarms = self.alarm.check(drift(log_probs, batch.sampled_log_probs, same), version=self.version)
+        if self.settings.schedule.staleness:
+            alarms["off_policy_k3"] = drift(log_probs, batch.sampled_log_probs, batch.mask).k3
         return {
             **{name: value for report in reports for name, value in report.items()},
             **value_metrics(batch, weights),
@@ -259,6 +258,7 @@ class Trainer:
         remove_other_checkpoints(self.run_dir, Progress.read(self.run_dir).saved)
         for call in [role.call("save", step) for _, role, _ in self.trained()]:
             call.result()
+        self.sampling.save(checkpoint_folder(self.run_dir, step))
         return True
 
     def publish(self) -> None:
@@ -293,6 +293,7 @@ class Trainer:
             metrics |= self.validate()
         self.last = {name: value for name, value in metrics.items() if np.isfinite(value)}
         self.last["steps_lost"] = float(self.lost)
+        self.sampling.finish()
         current_worker().report(step=step, total_steps=settings.steps, **self.last)
         Progress(step, step if saved else Progress.read(self.run_dir).saved, self.lost).write(self.run_dir)
 
@@ -375,6 +376,7 @@ class Trainer:
     def begin(self) -> None:
         """Bring all models in training to the same step, and publish the weights; at step 0, validate."""
         before, self.holder = self.version, None
+        self.sampling.pause()
         if self.shares:
             for role in {id(role): role for role in (self.engines, self.actor)}.values():
                 role.options(idempotent=True).call("release_devices").result()
@@ -386,12 +388,14 @@ class Trainer:
             call.result()
         self.lost = progress.lost + progress.step - self.version
         Progress(self.version, progress.saved, self.lost).write(self.run_dir)
+        self.sampling.restore(self.version, checkpoint_folder(self.run_dir, self.version))
         if self.version < before:
             print(f"back to step {self.version}: {before - self.version} steps were lost to a restart", flush=True)
         self.publish()
         if self.version == 0:
             self.last = self.validate()
             current_worker().report(step=0, total_steps=self.settings.steps, **self.last)
+        self.sampling.advance(self.version)
 
     @cached_property
     def weight_sync(self) -> WeightSync:
