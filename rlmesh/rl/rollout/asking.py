@@ -34,13 +34,14 @@ class EngineLoads:
     """The engines of a run.
 
     Args:
-        rounds: groups are asked for in rounds (`rlmesh.rl.rollout.sampler`): the next one begins when the last one is
-            over, and a part of it that is lost is asked for again as it was. Otherwise each group is a request.
+        round_size: groups are asked for in rounds (`rlmesh.rl.rollout.sampler`) of at most so many: the next one begins
+            when the last one is over, and a part of it that is lost is asked for again as it was. 0: each group is a
+            request of its own.
         in_flight: without rounds, the most groups that an engine samples at a time.
     """
 
-    def __init__(self, *, rounds: bool, in_flight: int) -> None:
-        self._rounds, self._in_flight = rounds, in_flight
+    def __init__(self, *, round_size: int, in_flight: int) -> None:
+        self._round_size, self._in_flight = round_size, in_flight
         self._loads: dict[int, _Load] = {}
         self._lost: list[list[GroupSlot]] = []
         """Parts of the round that must be asked for again."""
@@ -95,7 +96,9 @@ class EngineLoads:
                 break
             up.pop(rank)
             found.append((rank, [slot]))
-        return found + (self._plan_round(up, others, bool(suspects)) if self._rounds else self._plan_each(up, others))
+        return found + (
+            self._plan_round(up, others, bool(suspects)) if self._round_size else self._plan_each(up, others)
+        )
 
     def _plan_round(
         self, up: dict[int, _Load], waiting: list[GroupSlot], suspects: bool
@@ -107,6 +110,7 @@ class EngineLoads:
         self._lost = parts[len(found) :]
         if parts or suspects or self.busy:
             return found
+        waiting = waiting[: self._round_size]
         count = len(waiting)
         cut = [waiting[count * n // len(free) : count * (n + 1) // len(free)] for n in range(len(free))]
         return [(rank, part) for rank, part in zip(free, cut, strict=True) if part]
@@ -140,7 +144,7 @@ class EngineLoads:
         alone, load.alone = load.alone, False
         if lost:
             load.up = False
-            if self._rounds:
+            if self._round_size:
                 self._lost.append(list(slots))
         return alone
 

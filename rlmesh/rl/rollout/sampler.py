@@ -90,7 +90,8 @@ class Sampler:
         self._draw, self._engines, self._score, self._judge = draw, engines, score, judge
         self._samples, self._seed, self._background = samples, seed, background
         self._note, self._revive, self._clock = note, revive, clock
-        self._loads = EngineLoads(rounds=pipeline.drains, in_flight=in_flight)
+        round_size = buffer.batch_size + buffer.extra if pipeline.drains else 0
+        self._loads = EngineLoads(round_size=round_size, in_flight=in_flight)
         self._prompts: dict[int, Drawn] = {}
         self._asked: set[Future[Any]] = set()
         self._scoring: dict[Future[list[Group]], list[GroupSlot]] = {}
