@@ -164,10 +164,11 @@ def main() -> int:
             kills = min(args.each, args.kills - done)
             found = attempt(folder, model, pipeline, engines, kills, args.seed + number, steps=18 + 3 * kills)
             number, done, good = number + 1, done + sum(found.killed.values()), good and not found.wrong
+            what = f"{number:3} {pipeline:19} {engines} engines: {found.killed}, {found.steps} steps"
+            took_s = time.monotonic() - began
             print(
-                f"{number:3} {pipeline:19} {engines} engines: {found.killed}, {found.steps} steps, {found.void} void rows, "
-                f"{time.monotonic() - began:.0f} s: {'; '.join(found.wrong[:5]) or 'right'}", flush=True,
-            )  # fmt: skip
+                f"{what}, {found.void} void rows, {took_s:.0f} s: {'; '.join(found.wrong[:5]) or 'right'}", flush=True
+            )
             if found.wrong and args.keep:
                 os.makedirs(args.keep, exist_ok=True)
                 Path(args.keep, f"{number}.txt").write_text(found.output)
