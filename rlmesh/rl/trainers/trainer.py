@@ -17,13 +17,12 @@ import torch
 from rlmesh import RoleGroup, WeightSync, current_worker
 from rlmesh.errors import CallError, SourceRestarted, UsageError, WeightsNotReady, WeightSyncError
 from rlmesh.rl.algorithms.protocol import Evaluated, TokenWeights
-from rlmesh.rl.components import padded
 from rlmesh.rl.data.loader import Drawn, PromptLoader
 from rlmesh.rl.drift import DriftAlarm, drift
 from rlmesh.rl.engines.rollout import SamplingParams
-from rlmesh.rl.packing import Packs
+from rlmesh.rl.packing import Packs, Tokens
 from rlmesh.rl.rewards.scoring import Rewards
-from rlmesh.rl.roles.defaults import run_settings
+from rlmesh.rl.roles.defaults import keep_objects, run_settings
 from rlmesh.rl.rollout.buffer import SampleBuffer
 from rlmesh.rl.trainers.batches import joined, lengths_of, matrix_of, packs_of, shares_of, value_metrics, values_of
 from rlmesh.rl.trainers.progress import Progress, remove_other_checkpoints
@@ -60,6 +59,7 @@ class Trainer:
         self.buffer = SampleBuffer(loader, self.sample)
         self.alarm = DriftAlarm(self.settings.actor.precision)
         self.version, self.lost, self.last = 0, 0, dict[str, float]()
+        keep_objects()
 
     def teardown(self) -> None:
         self.rewards.close()
@@ -168,7 +168,8 @@ class Trainer:
             )
             for name, role, section in self.trained()
         }
-        mask = padded([episode.mask for episode in episodes], fill=False)
+        tokens = Tokens.of(episodes)
+        mask = torch.from_numpy(tokens.mask)
         totals = [self.rewards.total(episode) for episode in episodes]
         greedy = self.greedy_outcomes(groups) if "greedy" in self.algorithm.needs else None
         calls: dict[str, tuple[Packs, Any]] = {}
@@ -205,7 +206,7 @@ class Trainer:
                 ]
             ),
             log_probs=found.pop("log_probs", None),
-            sampled_log_probs=padded([episode.sampled_log_probs for episode in episodes]).double(),
+            sampled_log_probs=torch.from_numpy(tokens.sampled_log_probs),
             greedy_rewards=None if greedy is None else values_of([greedy[number] for number in numbers]),
             cut_off=torch.tensor([episode.finish_reason == "length" for episode in episodes]),
             **found,
