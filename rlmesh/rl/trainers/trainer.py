@@ -106,7 +106,7 @@ class Trainer:
         """One group of responses per prompt, with the weights of the last push."""
         samples = self.algorithm.samples
         prompts = [one.prompt.ids.tolist() for one in drawn for _ in range(samples)]
-        episodes = self.generate(prompts, self.settings.rollout.temperature, seed=self.settings.seed * 100_003 + step)
+        episodes = self.generate(prompts, seed=self.settings.seed * 100_003 + step)
         if late := {episode.policy_version for episode in episodes} - {self.version, None}:
             raise RuntimeError(f"step {step}: sampled by versions {sorted(map(str, late))}, not by {self.version}")
         return [
@@ -114,10 +114,9 @@ class Trainer:
             for place, one in enumerate(drawn)
         ]
 
-    def generate(self, prompts: Sequence[list[int]], temperature: float, seed: int = 0) -> list[Episode]:
-        """One episode per prompt. The prompts are spread over the engines."""
-        rollout = self.settings.rollout
-        params = SamplingParams(rollout.max_tokens, temperature=temperature, seed=seed)
+    def generate(self, prompts: Sequence[list[int]], *, greedy: bool = False, seed: int = 0) -> list[Episode]:
+        """One episode per prompt, sampled or greedy. The prompts are spread over the engines."""
+        params = self.settings.rollout.params(greedy=greedy, seed=seed)
         for _ in range(PUSHES):
             try:
                 return self.draw(prompts, params)
@@ -214,7 +213,7 @@ class Trainer:
 
     def greedy_outcomes(self, groups: Sequence[Group]) -> list[Outcome]:
         """The reward of a greedy response to each group's prompt."""
-        episodes = self.generate([group.episodes[0].prompt_ids.tolist() for group in groups], temperature=0.0)
+        episodes = self.generate([group.episodes[0].prompt_ids.tolist() for group in groups], greedy=True)
         made = [Group(group.key, (one,), group.row) for group, one in zip(groups, episodes, strict=True)]
         return [self.rewards.total(episode) for episode in Group.episodes_of(self.score(self.rewards, made))]
 
@@ -302,7 +301,7 @@ class Trainer:
         if self.settings.validation is None:
             return {}
         prompts = list(self._validation)
-        episodes = self.generate([prompt.ids.tolist() for prompt in prompts], temperature=0.0)
+        episodes = self.generate([prompt.ids.tolist() for prompt in prompts], greedy=True)
         groups = [
             Group((0, prompt.index), (episode,), prompt.row) for prompt, episode in zip(prompts, episodes, strict=True)
         ]
