@@ -12,13 +12,14 @@ holds the gate until all running requests have ended.
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -40,14 +41,34 @@ CLOSE_S = 60.0
 """Seconds that `TransformersEngine.close` waits for the thread that samples."""
 
 
+class _GivenUp:
+    """True while requests were given up that the engine has not dropped yet."""
+
+    def __init__(self) -> None:
+        self.some = False
+
+
+class _SampleFuture(Future[Sample]):
+    """A response to come, which says when it is given up: asking each of many futures at each token takes long."""
+
+    def __init__(self, given_up: _GivenUp) -> None:
+        super().__init__()
+        self._given_up = given_up
+
+    def cancel(self) -> bool:
+        cancelled = super().cancel()
+        self._given_up.some |= cancelled
+        return cancelled
+
+
 @dataclass(eq=False)
 class _PendingSample:
     """A response that somebody waits for."""
 
     growing: Growing
-    future: Future[Sample] = field(default_factory=Future)
-    ends_at: float | None = None
-    """The time at which its time limit ends it; None: it has none, or has not begun."""
+    future: Future[Sample]
+    ends_at: float = math.inf
+    """The time at which its time limit ends it; infinite before it has begun, and without a limit."""
 
     def finish(self) -> None:
         if self.future.set_running_or_notify_cancel():
@@ -105,6 +126,9 @@ class TransformersEngine:
         self._asleep: SleepLevel | None = None
         self._closed = False
         self._tokens, self._busy_s = 0, 0.0
+        self._given_up = _GivenUp()
+        self._soonest = math.inf
+        """The first time at which a time limit ends a response."""
         self._batch = ContinuousBatch(self.model, stop_token_ids=stops, pad=pad_token_id, most_rows=max_batch)
         self._state = threading.Condition()
         """Guards the fields below; notified when a request ends or may be let in."""
@@ -163,7 +187,7 @@ class TransformersEngine:
         if not prompts:
             return []
         requests = [
-            _PendingSample(Growing(prompt, each, row if by_row else 0, self._decode))
+            _PendingSample(Growing(prompt, each, row if by_row else 0, self._decode), _SampleFuture(self._given_up))
             for row, (prompt, each) in enumerate(zip(prompts, params, strict=True))
         ]
         deadline = self._clock() + timeout_s
@@ -208,14 +232,13 @@ class TransformersEngine:
     def _has_work(self) -> bool:
         """Drop requests that were given up, and end those that are to end. False if none is left: the thread ends."""
         with self._state:
-            for request in [request for request in self._running.values() if request.future.cancelled()]:
-                self._take_out(request)
-            self._queue = deque(request for request in self._queue if not request.future.cancelled())
-            now = self._clock()
-            for request in [one for one in self._running.values() if one.ends_at is not None and one.ends_at <= now]:
-                self._take_out(request)
-                request.growing.finish("time")
-                request.finish()
+            if self._given_up.some:
+                self._given_up.some = False
+                for request in [request for request in self._running.values() if request.future.cancelled()]:
+                    self._take_out(request)
+                self._queue = deque(request for request in self._queue if not request.future.cancelled())
+            if self._clock() >= self._soonest:
+                self._end_late()
             if self._ending:
                 self._end_all()
             elif self._closed:
@@ -226,6 +249,15 @@ class TransformersEngine:
             self._thread = None
             self._state.notify_all()
             return False
+
+    def _end_late(self) -> None:
+        """End the responses whose time is over."""
+        now = self._clock()
+        for request in [request for request in self._running.values() if request.ends_at <= now]:
+            self._take_out(request)
+            request.growing.finish("time")
+            request.finish()
+        self._soonest = min((request.ends_at for request in self._running.values()), default=math.inf)
 
     def _take_out(self, request: _PendingSample) -> None:
         del self._running[request.growing]
@@ -287,8 +319,9 @@ class TransformersEngine:
                     self._batch.restart()
             while self._queue and self._batch.room:
                 request = self._queue.popleft()
-                limit_s = request.growing.params.time_limit_s
-                request.ends_at = None if limit_s is None else self._clock() + limit_s
+                if (limit_s := request.growing.params.time_limit_s) is not None:
+                    request.ends_at = self._clock() + limit_s
+                    self._soonest = min(self._soonest, request.ends_at)
                 self._running[request.growing] = request
                 self._batch.add(request.growing)
         before = sum(len(growing.tokens) for growing in self._running)

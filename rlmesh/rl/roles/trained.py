@@ -18,7 +18,7 @@ from rlmesh.rl.components import Columns
 from rlmesh.rl.engines.training.packed import PackedBatch
 from rlmesh.rl.engines.training.protocol import StepReport, TrainingEngine, TrainingOptions
 from rlmesh.rl.packing import Pack
-from rlmesh.rl.roles.defaults import choose_device, run_settings
+from rlmesh.rl.roles.defaults import choose_device, keep_objects, run_settings
 from rlmesh.rl.roles.turns import TakesTurns
 from rlmesh.rl.trainers.progress import Progress, checkpoint_folder
 from rlmesh.rl.trainers.settings import ActorSettings
@@ -70,6 +70,7 @@ class TrainedRole(TakesTurns):
         with self.turns.lease():
             self.make_parts()
             self.restore(Progress.read(self.run_dir).saved)
+        keep_objects()
 
     def teardown(self) -> None:
         self.engine.close()

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 from rlmesh import current_worker
 from rlmesh.rl.data.loader import PromptLoader
-from rlmesh.rl.engines.rollout import SamplingParams
 from rlmesh.rl.rewards.process_pool import PROCESS_DIED
 from rlmesh.rl.rollout.buffer import SampleBuffer
 from rlmesh.rl.rollout.judging import judge
@@ -123,8 +122,4 @@ class RunSampling:
 
 def role_engines(run: Run, group: Any, *, in_turn: bool) -> RoleEngines:
     """The engines of a run's role, with the run's parameters of sampling."""
-    rollout = run.rollout
-    params = SamplingParams(
-        rollout.max_tokens, temperature=rollout.temperature, time_limit_s=rollout.time_limit_s or None
-    )
-    return RoleEngines(group, params, in_turn=in_turn)
+    return RoleEngines(group, run.rollout.params(greedy=False), in_turn=in_turn)

@@ -17,13 +17,12 @@ import torch
 from rlmesh import RoleGroup, WeightSync, current_worker
 from rlmesh.errors import CallError, SourceRestarted, UsageError, WeightsNotReady, WeightSyncError
 from rlmesh.rl.algorithms.protocol import Evaluated, TokenWeights
-from rlmesh.rl.components import padded
 from rlmesh.rl.data.loader import PromptLoader
 from rlmesh.rl.drift import DriftAlarm, drift
 from rlmesh.rl.engines.rollout import SamplingParams
-from rlmesh.rl.packing import Packs
+from rlmesh.rl.packing import Packs, Tokens
 from rlmesh.rl.rewards.scoring import Rewards
-from rlmesh.rl.roles.defaults import run_settings
+from rlmesh.rl.roles.defaults import keep_objects, run_settings
 from rlmesh.rl.rollout.role_engines import OwnSampling
 from rlmesh.rl.rollout.run_sampling import RunSampling, role_engines
 from rlmesh.rl.trainers.batches import joined, lengths_of, matrix_of, packs_of, shares_of, value_metrics, values_of
@@ -60,6 +59,7 @@ class Trainer:
         self.loader = PromptLoader(data, self.settings.batch_size, seed=self.settings.seed)
         self.alarm = DriftAlarm(self.settings.actor.precision)
         self.version, self.lost, self.last = 0, 0, dict[str, float]()
+        keep_objects()
 
     def teardown(self) -> None:
         if "sampling" in vars(self):
@@ -116,17 +116,16 @@ class Trainer:
         engines = self.group("ROLLOUT") or self.actor
         return RunSampling(
             settings, self.loader,
-            OwnSampling(lambda prompts, seed: self.generate(prompts, settings.rollout.temperature, seed))
+            OwnSampling(lambda prompts, seed: self.generate(prompts, seed=seed))
             if own else role_engines(settings, engines, in_turn=in_turn),
             lambda groups: self.score(self.rewards, groups), lambda episode: self.rewards.total(episode),
             background=settings.schedule.staleness > 0 and not in_turn and not own, revive=self.push_again,
             run_dir=self.run_dir,
         )  # fmt: skip
 
-    def generate(self, prompts: Sequence[list[int]], temperature: float, seed: int = 0) -> list[Episode]:
-        """One episode per prompt. The prompts are spread over the engines."""
-        rollout = self.settings.rollout
-        params = SamplingParams(rollout.max_tokens, temperature=temperature, seed=seed)
+    def generate(self, prompts: Sequence[list[int]], *, greedy: bool = False, seed: int = 0) -> list[Episode]:
+        """One episode per prompt, sampled or greedy. The prompts are spread over the engines."""
+        params = self.settings.rollout.params(greedy=greedy, seed=seed)
         for _ in range(PUSHES):
             try:
                 return self.draw(prompts, params)
@@ -162,7 +161,8 @@ class Trainer:
             )
             for name, role, section in self.trained()
         }
-        mask = padded([episode.mask for episode in episodes], fill=False)
+        tokens = Tokens.of(episodes)
+        mask = torch.from_numpy(tokens.mask)
         totals = [self.rewards.total(episode) for episode in episodes]
         greedy = self.greedy_outcomes(groups) if "greedy" in self.algorithm.needs else None
         calls: dict[str, tuple[Packs, Any]] = {}
@@ -199,7 +199,7 @@ class Trainer:
                 ]
             ),
             log_probs=found.pop("log_probs", None),
-            sampled_log_probs=padded([episode.sampled_log_probs for episode in episodes]).double(),
+            sampled_log_probs=torch.from_numpy(tokens.sampled_log_probs),
             greedy_rewards=None if greedy is None else values_of([greedy[number] for number in numbers]),
             cut_off=torch.tensor([episode.finish_reason in ("length", "time") for episode in episodes]),
             current=torch.tensor([episode.versions <= {self.version} for episode in episodes]),
@@ -208,7 +208,7 @@ class Trainer:
 
     def greedy_outcomes(self, groups: Sequence[Group]) -> list[Outcome]:
         """The reward of a greedy response to each group's prompt."""
-        episodes = self.generate([group.episodes[0].prompt_ids.tolist() for group in groups], temperature=0.0)
+        episodes = self.generate([group.episodes[0].prompt_ids.tolist() for group in groups], greedy=True)
         made = [Group(group.key, (one,), group.row) for group, one in zip(groups, episodes, strict=True)]
         return [self.rewards.total(episode) for episode in Group.episodes_of(self.score(self.rewards, made))]
 
@@ -302,7 +302,7 @@ class Trainer:
         if self.settings.validation is None:
             return {}
         prompts = list(self._validation)
-        episodes = self.generate([prompt.ids.tolist() for prompt in prompts], temperature=0.0)
+        episodes = self.generate([prompt.ids.tolist() for prompt in prompts], greedy=True)
         groups = [
             Group((0, prompt.index), (episode,), prompt.row) for prompt, episode in zip(prompts, episodes, strict=True)
         ]
