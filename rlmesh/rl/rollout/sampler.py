@@ -340,14 +340,15 @@ class Sampler:
         elif kind == "error":
             self._give_up(error)
         else:
+            told = f"{error}"[:200].partition("\n")[0]
             for slot in slots:
                 if alone and kind == "died":
                     self._set_aside(
-                        slot, f"{slot.deaths + 1} engines died of it, the last one with nothing else: {error}"
+                        slot, f"{slot.deaths + 1} engines died of it, the last one with nothing else: {told}"
                     )
                 else:
                     self._totals.asked_again += 1
-                    self.buffer.ask_again(slot, f"engine {rank}, {kind}: {error!s:.200}", died=kind == "died")
+                    self.buffer.ask_again(slot, f"engine {rank}, {kind}: {told}", died=kind == "died")
 
     def _set_aside(self, slot: GroupSlot, why: str) -> None:
         self._totals.poisoned += 1

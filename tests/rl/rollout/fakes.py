@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import heapq
 import itertools
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -59,7 +58,8 @@ def scored(groups: Sequence[Group], value: Callable[[Group, int], float] = lambd
 class _Answer:
     due: float
     number: int
-    act: Any = None
+    positions: tuple[int, ...] = field(compare=False)
+    act: Any = field(compare=False)
 
 
 class FakeEngines:
@@ -80,6 +80,8 @@ class FakeEngines:
         self.dead: set[int] = set()
         self.asked: list[tuple[int, int, tuple[int, ...]]] = []
         """(engine, version, positions) of each request."""
+        self.stuck: set[int] = set()
+        """Positions whose answers do not come before they are taken out of this set."""
         self._answers: list[_Answer] = []
         self._numbers = itertools.count()
         self._running: dict[int, list[Future[Any]]] = {}
@@ -145,7 +147,7 @@ class FakeEngines:
                 future.set_result([list(group.episodes) for group in groups])
 
             due = self.now + max(map(self.time_of, positions))
-            heapq.heappush(self._answers, _Answer(due, next(self._numbers), act))
+            self._answers.append(_Answer(due, next(self._numbers), positions, act))
             self._changed.notify()
         return future
 
@@ -158,12 +160,23 @@ class FakeEngines:
             return "no weights"
         return "died" if isinstance(error, PeerLost) else "error"
 
+    def release(self) -> None:
+        """No answer is stuck any longer."""
+        with self._changed:
+            self.stuck.clear()
+            self._changed.notify()
+
+    def _next(self) -> _Answer | None:
+        return min((one for one in self._answers if not self.stuck.intersection(one.positions)), default=None)
+
     def _run(self) -> None:
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._ends or (self._answers and not self._held))
+                self._changed.wait_for(lambda: self._ends or (self._next() is not None and not self._held))
                 if self._ends:
                     return
-                answer = heapq.heappop(self._answers)
+                answer = self._next()
+                assert answer is not None
+                self._answers.remove(answer)
                 self.now = max(self.now, answer.due)
             answer.act()

@@ -123,12 +123,17 @@ def test_one_step_off_samples_each_step_with_the_version_before_the_last(tmp_pat
 
 def test_responses_go_on_across_a_push(tmp_path: Path) -> None:
     with loop(tmp_path, FakeEngines(2, tenfold), "async(staleness=2)") as made:
+        made.engines.stuck = {9}
         made.begin()
-        for step in range(1, STEPS + 1):
+        made.step(1)
+        made.step(2)
+        made.engines.release()
+        for step in range(3, STEPS + 1):
             made.step(step)
         made.ledger.flush()
-        mixed = [row for row in read_rows(made.path) if row.state == "trained" and row.oldest != row.newest]
-        assert mixed and sum(report["buffer/mixed_versions"] for report in made.reports) > 0
+        (row,) = [row for row in read_rows(made.path) if row.position == 9]
+        assert (row.step, row.oldest, row.newest, row.asked) == (3, 0, 2, 1), "begun with version 0, ended with 2"
+        assert made.reports[2]["buffer/mixed_versions"] >= 1 / SIZE and made.reports[2]["buffer/staleness_max"] == 2
         assert faults_of(made.path) == []
 
 
