@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 import numpy as np
@@ -25,11 +25,13 @@ class GroupRequest:
         position: of the group's slot.
         prompt: token ids.
         seeds: one per response; they depend on the run's seed and the position only (`sample_seed`).
+        row: of the data set, for episodes of several turns.
     """
 
     position: int
     prompt: list[int]
     seeds: tuple[int, ...]
+    row: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

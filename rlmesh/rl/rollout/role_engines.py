@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from typing import Any
 
 from rlmesh.errors import PeerLost, Restarting, StaleIncarnation, WeightsNotReady
@@ -33,7 +34,8 @@ class RoleEngines:
 
     def ask(self, rank: int, requests: Sequence[GroupRequest]) -> Future[Any]:
         place = list(self._group.ranks).index(rank)
-        future: Future[Any] = self._group[place].call(self._method, list(requests), self._params)
+        bare = [replace(request, row={}) for request in requests]  # engines need no rows
+        future: Future[Any] = self._group[place].call(self._method, bare, self._params)
         return future
 
     def episodes(self, result: Any) -> list[list[Episode]]:

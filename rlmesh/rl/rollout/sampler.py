@@ -313,7 +313,8 @@ class Sampler:
         for slot in slots:
             self.buffer.ask(slot)
             seeds = tuple(sample_seed(self._seed, slot.position, number) for number in range(self._samples))
-            requests.append(GroupRequest(slot.position, self._prompt(slot.position).prompt.ids.tolist(), seeds))
+            prompt = self._prompt(slot.position).prompt
+            requests.append(GroupRequest(slot.position, prompt.ids.tolist(), seeds, prompt.row))
         try:
             future = self._engines.ask(rank, requests)
         except Exception as error:

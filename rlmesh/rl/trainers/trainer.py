@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import time
 from collections.abc import Sequence
 from functools import cached_property
@@ -37,7 +38,7 @@ __all__ = ["Trainer", "result_of"]
 PUSHES = 5
 RESTART_NEWS_S = 2.0
 """Seconds that a failed call waits for the news that a restart was its cause."""
-SUMMARY, MODEL = "summary.json", "model"
+SUMMARY, MODEL, BUFFER = "summary.json", "model", "buffer.pickle"
 
 
 class Trainer:
@@ -56,20 +57,22 @@ class Trainer:
         self.validation_rewards = self.rewards
         data = self.settings.dataset(self.tokenizer)
         print(f"data: {data.counts}", flush=True)
-        self.loader = PromptLoader(data, self.settings.batch_size, seed=self.settings.seed)
+        self.buffer = RunSampling(
+            self.settings, PromptLoader(data, self.settings.batch_size, seed=self.settings.seed),
+            lambda groups: self.score(self.rewards, groups), lambda one: self.rewards.total(one), self.run_dir,
+        )  # fmt: skip
         self.alarm = DriftAlarm(self.settings.actor.precision)
         self.version, self.lost, self.last = 0, 0, dict[str, float]()
         keep_objects()
 
     def teardown(self) -> None:
-        if "sampling" in vars(self):
-            self.sampling.close()
+        self.buffer.close()
         self.rewards.close()
         self.validation_rewards.close()
 
     def run(self) -> None:
         self.fit()
-        self.sampling.close()
+        self.buffer.close()
         self.hold(None)
         if self.engines is not self.actor:
             self.weight_sync.close()
@@ -94,33 +97,27 @@ class Trainer:
         """One step: take scored samples, evaluate, train, save, publish, report. Engines sample for later steps
         meanwhile, as far as the pipeline allows."""
         began = time.perf_counter()
-        groups = self.sampling.take(step)
+        groups = self.buffer.take(step)
         packs, batch = self.evaluate(groups)
         metrics = self.rewards.metrics(groups) | lengths_of(groups)
         metrics |= self.train(packs, batch, self.algorithm.weigh(batch))
         self.version = step
-        self.sampling.drain()
-        self.sampling.trained(step)
+        self.buffer.trained(step)
         saved = self.save()
         self.publish()
-        self.finish(step, metrics | self.sampling.report() | {"step_time_s": time.perf_counter() - began}, saved)
-        self.sampling.advance(step)
+        self.finish(step, metrics | self.buffer.report() | {"step_time_s": time.perf_counter() - began}, saved)
+        self.buffer.advance(step)
 
     # Stages of a step.
 
-    @cached_property
-    def sampling(self) -> RunSampling:
-        """Buffer, ledger and sampler. A trainer with its own `draw` samples by that."""
-        settings, in_turn = self.settings, self.engines is self.actor or self.shares
+    def connect(self) -> None:
+        """Let the buffer sample by the engines. A trainer with its own `draw` samples by that."""
+        run, in_turn = self.settings, self.engines is self.actor or self.shares
         own = type(self).draw is not Trainer.draw
-        engines = self.group("ROLLOUT") or self.actor
-        return RunSampling(
-            settings, self.loader,
+        self.buffer.connect(
             OwnSampling(lambda prompts, seed: self.generate(prompts, seed=seed))
-            if own else role_engines(settings, engines, in_turn=in_turn),
-            lambda groups: self.score(self.rewards, groups), lambda episode: self.rewards.total(episode),
-            background=settings.schedule.staleness > 0 and not in_turn and not own, revive=self.push_again,
-            run_dir=self.run_dir,
+            if own else role_engines(run, self.group("ROLLOUT") or self.actor, in_turn=in_turn),
+            background=run.schedule.staleness > 0 and not in_turn and not own, revive=self.push_again,
         )  # fmt: skip
 
     def generate(self, prompts: Sequence[list[int]], *, greedy: bool = False, seed: int = 0) -> list[Episode]:
@@ -258,7 +255,7 @@ class Trainer:
         remove_other_checkpoints(self.run_dir, Progress.read(self.run_dir).saved)
         for call in [role.call("save", step) for _, role, _ in self.trained()]:
             call.result()
-        self.sampling.save(checkpoint_folder(self.run_dir, step))
+        (checkpoint_folder(self.run_dir, step) / BUFFER).write_bytes(pickle.dumps(self.buffer.state()))
         return True
 
     def publish(self) -> None:
@@ -293,7 +290,6 @@ class Trainer:
             metrics |= self.validate()
         self.last = {name: value for name, value in metrics.items() if np.isfinite(value)}
         self.last["steps_lost"] = float(self.lost)
-        self.sampling.finish()
         current_worker().report(step=step, total_steps=settings.steps, **self.last)
         Progress(step, step if saved else Progress.read(self.run_dir).saved, self.lost).write(self.run_dir)
 
@@ -376,7 +372,8 @@ class Trainer:
     def begin(self) -> None:
         """Bring all models in training to the same step, and publish the weights; at step 0, validate."""
         before, self.holder = self.version, None
-        self.sampling.pause()
+        self.connect()
+        self.buffer.pause()
         if self.shares:
             for role in {id(role): role for role in (self.engines, self.actor)}.values():
                 role.options(idempotent=True).call("release_devices").result()
@@ -388,14 +385,18 @@ class Trainer:
             call.result()
         self.lost = progress.lost + progress.step - self.version
         Progress(self.version, progress.saved, self.lost).write(self.run_dir)
-        self.sampling.restore(self.version, checkpoint_folder(self.run_dir, self.version))
+        saved = checkpoint_folder(self.run_dir, self.version) / BUFFER
+        if saved.exists():
+            self.buffer.restore(pickle.loads(saved.read_bytes()))
+        else:
+            self.buffer.go_back(self.version)
         if self.version < before:
             print(f"back to step {self.version}: {before - self.version} steps were lost to a restart", flush=True)
         self.publish()
         if self.version == 0:
             self.last = self.validate()
             current_worker().report(step=0, total_steps=self.settings.steps, **self.last)
-        self.sampling.advance(self.version)
+        self.buffer.advance(self.version)
 
     @cached_property
     def weight_sync(self) -> WeightSync:
