@@ -107,6 +107,7 @@ def test_kept_responses_go_on_with_the_cache_that_they_have(monkeypatch: pytest.
     (calm,) = TransformersEngine(tiny(0), version=1, stop_token_ids=[]).generate(PROMPTS[:1], params)
     engine = TransformersEngine(model, version=1, stop_token_ids=[], pause_mode="keep", keep_cache=keep_cache)
     contexts: list[int] = []
+
     def counted(model: Any, rows: Any, *args: Any) -> Any:
         contexts.extend(map(len, rows))
         return prefill(model, rows, *args)

@@ -38,6 +38,7 @@ __all__ = ["Trainer", "result_of"]
 PUSHES = 5
 RESTART_NEWS_S = 2.0
 """Seconds that a failed call waits for the news that a restart was its cause."""
+UNCORRECTED = "samples of older weights are trained on as they are; set algorithm.correction=token to weigh them"
 SUMMARY, MODEL, BUFFER = "summary.json", "model", "buffer.pickle"
 
 
@@ -57,6 +58,8 @@ class Trainer:
         self.validation_rewards = self.rewards
         data = self.settings.dataset(self.tokenizer)
         print(f"data: {data.counts}", flush=True)
+        if self.settings.schedule.staleness and getattr(self.algorithm, "correction", True) is None:
+            print(f"pipeline={self.settings.pipeline!r}: {UNCORRECTED}", flush=True)
         self.buffer = RunSampling(
             self.settings, PromptLoader(data, self.settings.batch_size, seed=self.settings.seed),
             lambda groups: self.score(self.rewards, groups), lambda one: self.rewards.total(one), self.run_dir,
