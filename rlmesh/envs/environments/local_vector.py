@@ -108,7 +108,7 @@ class LocalVector:
         outcome, write, infos = self.outcome, self.rows.write, self.outcome.infos
         outcome.begin()
         rewards, terminateds, truncateds = outcome.rewards, outcome.terminateds, outcome.truncateds
-        each_action = actions.tolist() if self._discrete else actions.copy()
+        each_action = list(actions) if self._discrete else actions.copy()
         for i, env in enumerate(self.envs):
             try:
                 observation, rewards[i], terminated, truncated, info = env.step(each_action[i])

@@ -129,7 +129,8 @@ class GaussianActions(ActionDistribution):
 
     def sample(self, inputs: np.ndarray, noise: np.ndarray) -> np.ndarray:
         actions: np.ndarray = inputs[..., : self.dim] + np.exp(inputs[..., self.dim :]) * noise
-        return np.reshape(actions, (*actions.shape[:-1], *self.shape))
+        shaped: np.ndarray = actions.reshape(*actions.shape[:-1], *self.shape)
+        return shaped
 
     def mode(self, inputs: np.ndarray) -> np.ndarray:
         means: np.ndarray = inputs[..., : self.dim].reshape(*inputs.shape[:-1], *self.shape)
