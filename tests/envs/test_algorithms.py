@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from rlmesh.envs import A2CConfig, Algorithm, AlgorithmConfig, PGConfig, PPO, PPOConfig, ResultDict
+from rlmesh.envs import PPO, A2CConfig, Algorithm, AlgorithmConfig, PGConfig, PPOConfig, ResultDict
 from rlmesh.errors import UsageError
 
 from .environments import Copy, Count, Frames, Target
@@ -97,7 +97,7 @@ def test_wrong_checkpoints_are_refused(tmp_path: Path) -> None:
     with PGConfig().environment("CartPole-v1").build() as other, pytest.raises(UsageError, match="of PPO, not of PG"):
         other.restore(tmp_path / "one")
     wider = small().rl_module(model_config={"fcnet_hiddens": (8,)})
-    with wider.build() as other, pytest.raises(UsageError, match="the networks of .* are others"):
+    with wider.build() as other, pytest.raises(UsageError, match=r"the networks of .* are others"):
         other.restore(tmp_path / "one")
 
 

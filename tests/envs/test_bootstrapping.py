@@ -133,7 +133,11 @@ def test_a_broken_environment_is_made_again_alone_and_its_episode_is_cut(caplog:
         return Count((4,), (False,), fails=(1, 2) if len(made) == 2 else None)
 
     runner = EnvRunner(
-        creator, Valued, num_envs=3, seed=3, policy_config={"estimate_advantages": True, "gamma": GAMMA, "lambda_": LAMBDA}
+        creator,
+        Valued,
+        num_envs=3,
+        seed=3,
+        policy_config={"estimate_advantages": True, "gamma": GAMMA, "lambda_": LAMBDA},
     )
     Count.made.clear()
     batch = runner.sample(24)

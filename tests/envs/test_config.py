@@ -37,7 +37,9 @@ def test_sections_set_their_own_settings() -> None:
 
 
 def test_older_names_are_accepted() -> None:
-    config = PPOConfig().rollouts(num_rollout_workers=3).training(sgd_minibatch_size=64, num_sgd_iter=4, **{"lambda": 0.5})
+    config = (
+        PPOConfig().rollouts(num_rollout_workers=3).training(sgd_minibatch_size=64, num_sgd_iter=4, **{"lambda": 0.5})
+    )
     assert (config.num_env_runners, config.minibatch_size, config.num_epochs, config.lambda_) == (3, 64, 4, 0.5)
     assert config["num_workers"] == 3
     assert config.from_dict({"num_workers": 2, "gamma": 0.5}).gamma == 0.5
@@ -47,7 +49,9 @@ def test_older_names_are_accepted() -> None:
 
 
 def test_unknown_settings_are_refused_with_the_nearest_name() -> None:
-    with pytest.raises(UsageError, match=r"PPOConfig.training has no setting 'train_batchsize'. Did you mean 'train_batch_size'"):
+    with pytest.raises(
+        UsageError, match=r"PPOConfig.training has no setting 'train_batchsize'. Did you mean 'train_batch_size'"
+    ):
         PPOConfig().training(train_batchsize=1)
     with pytest.raises(UsageError, match=r"no setting 'num_env_runners'. It belongs to env_runners\(…\)"):
         PPOConfig().training(num_env_runners=1)
@@ -62,7 +66,9 @@ def test_unknown_settings_are_refused_with_the_nearest_name() -> None:
 
 
 def test_all_faults_come_in_one_error() -> None:
-    config = PPOConfig().training(lr="fast", gamma=1.5, train_batch_size=0, minibatch_size=2).env_runners(num_env_runners=-1)
+    config = (
+        PPOConfig().training(lr="fast", gamma=1.5, train_batch_size=0, minibatch_size=2).env_runners(num_env_runners=-1)
+    )
     with pytest.raises(UsageError) as caught:
         config.build()
     text = str(caught.value)
@@ -119,5 +125,5 @@ def test_algorithms_by_name() -> None:
         assert issubclass(get_algorithm_class(name), Algorithm)
         assert isinstance(get_algorithm_class(name).get_default_config(), AlgorithmConfig)
     assert A2CConfig().lambda_ == 1.0
-    with pytest.raises(UsageError, match="no algorithm 'PPPO'. Did you mean 'PPO'"):
+    with pytest.raises(UsageError, match=r"no algorithm 'PPPO'. Did you mean 'PPO'"):
         get_algorithm_class("PPPO")

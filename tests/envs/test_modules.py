@@ -44,7 +44,10 @@ def test_other_layers_stay_in_torch() -> None:
     assert NumpyForward.of(discrete.exploration_layers()) is None
     wide = ActorCriticModule(BOX, ACTIONS["discrete"], {"fcnet_hiddens": (1024,)})
     assert NumpyForward.of(wide.exploration_layers()) is None
-    assert NumpyForward.of(ActorCriticModule(BOX, ACTIONS["box"], {"fcnet_activation": "silu"}).exploration_layers()) is None
+    assert (
+        NumpyForward.of(ActorCriticModule(BOX, ACTIONS["box"], {"fcnet_activation": "silu"}).exploration_layers())
+        is None
+    )
 
 
 @pytest.mark.parametrize("name", ACTIONS)
@@ -118,9 +121,9 @@ def test_images_of_both_layouts_and_their_values() -> None:
 
 
 def test_wrong_settings_of_networks() -> None:
-    with pytest.raises(UsageError, match="no key 'fcnet_hidens'. Did you mean 'fcnet_hiddens'"):
+    with pytest.raises(UsageError, match=r"no key 'fcnet_hidens'. Did you mean 'fcnet_hiddens'"):
         ActorCriticModule(BOX, ACTIONS["box"], {"fcnet_hidens": (8,)})
-    with pytest.raises(UsageError, match="no activation 'tanhh'. Did you mean 'tanh'"):
+    with pytest.raises(UsageError, match=r"no activation 'tanhh'. Did you mean 'tanh'"):
         ActorCriticModule(BOX, ACTIONS["box"], {"fcnet_activation": "tanhh"})
     with pytest.raises(UsageError, match="convolutions do not fit images"):
         ActorCriticModule(gym.spaces.Box(0, 255, (20, 20, 3), np.uint8), ACTIONS["box"])

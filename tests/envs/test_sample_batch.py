@@ -74,13 +74,13 @@ def test_dones_are_a_view_of_both_ends() -> None:
     batch["truncateds"][0] = True
     assert batch["dones"].tolist() == [True, True, False, True]
     assert "dones" in batch
-    assert "dones" not in batch.keys()
+    assert "dones" not in list(batch)
     with pytest.raises(UsageError, match="computed from terminateds and truncateds"):
         batch["dones"] = np.zeros(4, bool)
 
 
 def test_wrong_columns_are_refused() -> None:
-    with pytest.raises(UsageError, match="'rewards' has 2 rows, the others .* have 3"):
+    with pytest.raises(UsageError, match=r"'rewards' has 2 rows, the others .* have 3"):
         SampleBatch(obs=np.zeros(3), rewards=np.zeros(2))
     with pytest.raises(UsageError, match="not a single value"):
         SampleBatch(obs=np.zeros(()))

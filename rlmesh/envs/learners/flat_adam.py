@@ -71,7 +71,9 @@ class FlatAdam:
         self.mean.lerp_(self.gradient, 1 - beta1)
         self.square.mul_(beta2).addcmul_(self.gradient, self.gradient, value=1 - beta2)
         scale = math.sqrt(1 - beta2**self.count)
-        self.flat.addcdiv_(self.mean, self.square.sqrt().div_(scale).add_(self.eps), value=-lr / (1 - beta1**self.count))
+        self.flat.addcdiv_(
+            self.mean, self.square.sqrt().div_(scale).add_(self.eps), value=-lr / (1 - beta1**self.count)
+        )
 
     def _gather(self) -> None:
         """Take in gradients that somebody replaced, for instance by ``module.zero_grad()``."""

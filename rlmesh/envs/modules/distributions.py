@@ -133,8 +133,7 @@ class GaussianActions(ActionDistribution):
         return shaped
 
     def mode(self, inputs: np.ndarray) -> np.ndarray:
-        means: np.ndarray = inputs[..., : self.dim].reshape(*inputs.shape[:-1], *self.shape)
-        return means
+        return np.reshape(inputs[..., : self.dim], (*inputs.shape[:-1], *self.shape))
 
     def to_env(self, actions: np.ndarray) -> np.ndarray:
         return np.clip(actions, self.low, self.high)

@@ -96,7 +96,9 @@ class ModulePolicy(Policy):
     def values_of(self, observations: np.ndarray) -> np.ndarray:
         """Values of observations, ``[rows]``, float32."""
         parts = [observations[i : i + VALUE_ROWS] for i in range(0, len(observations), VALUE_ROWS)]
-        each = [self.module.compute_values({columns.OBS: torch.from_numpy(part)}).detach().float().numpy() for part in parts]
+        each = [
+            self.module.compute_values({columns.OBS: torch.from_numpy(part)}).detach().float().numpy() for part in parts
+        ]
         return np.concatenate(each) if each else np.zeros(0, np.float32)
 
     @torch.inference_mode()

@@ -6,13 +6,8 @@ from typing import Any
 
 from rlmesh import current_worker, rpc
 from rlmesh.envs.runners.env_runner import EnvRunner
-from rlmesh.errors import UsageError
 
-__all__ = ["RemoteEnvRunner", "StaleWeights"]
-
-
-class StaleWeights(UsageError):
-    """The runner has other weights than the call expects; it has restarted since it received them."""
+__all__ = ["RemoteEnvRunner"]
 
 
 class RemoteEnvRunner:
@@ -22,7 +17,6 @@ class RemoteEnvRunner:
         import cloudpickle
 
         worker = current_worker()
-        use_one_thread()
         given = cloudpickle.loads(worker.job_info.user_config["runner"])
         self.runner = EnvRunner(**given, worker_index=worker.rank + 1, start=worker.incarnation)
 
@@ -60,12 +54,3 @@ class RemoteEnvRunner:
     def teardown(self) -> None:
         if hasattr(self, "runner"):
             self.runner.stop()
-
-
-def use_one_thread() -> None:
-    """Let torch, if it is there, use one thread: runners share the cores, and their networks are small."""
-    try:
-        import torch
-    except ModuleNotFoundError:
-        return
-    torch.set_num_threads(1)
