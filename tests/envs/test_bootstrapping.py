@@ -27,7 +27,8 @@ class Valued(ModulePolicy):
     """Acts by a module; the value of an observation is ``10 · episode + step + 1``."""
 
     def values_of(self, observations: np.ndarray) -> np.ndarray:
-        return (10 * observations[:, 0] + observations[:, 1] + 1).astype(np.float32)
+        values: np.ndarray = 10 * observations[:, 0] + observations[:, 1] + 1
+        return values.astype(np.float32)
 
 
 def runner_of(mode: AutoresetMode | None, make: Callable[[], Any], size: int, **more: Any) -> EnvRunner:
@@ -37,6 +38,77 @@ def runner_of(mode: AutoresetMode | None, make: Callable[[], Any], size: int, **
         return make() if mode is None else SyncVectorEnv([make] * size, autoreset_mode=mode)
 
     return EnvRunner(creator, Valued, policy_config=config, num_envs=size, **more)
+
+
+class Golden(gym.Env[np.ndarray, Any]):
+    """Given rewards, then the end; observes the number of the step, and counts resets."""
+
+    observation_space = gym.spaces.Box(-1e6, 1e6, (2,), np.float32)
+    action_space = gym.spaces.Discrete(2)
+
+    def __init__(self, rewards: tuple[float, ...], truncates: bool) -> None:
+        self.rewards, self.truncates, self.resets, self.at = rewards, truncates, 0, 0
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[np.ndarray, dict[str, Any]]:
+        self.resets, self.at = self.resets + 1, 0
+        return np.array([self.resets, self.at], np.float32), {}
+
+    def step(self, action: Any) -> tuple[np.ndarray, float, bool, bool, dict[str, Any]]:
+        reward = self.rewards[self.at]
+        self.at += 1
+        over = self.at == len(self.rewards)
+        observation = np.array([self.resets, self.at], np.float32)
+        return observation, reward, over and not self.truncates, over and self.truncates, {}
+
+
+@pytest.mark.case("O26")
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    ("rewards", "values", "truncates", "gamma", "lambda_", "advantages"),
+    [
+        ((1, 1, 1), (2, 2, 2, 2), False, 0.9, 0.95, (0.752975, -0.055, -1)),
+        ((1, 1, 1), (2, 2, 2, 2), True, 0.9, 0.95, (2.06882, 1.484, 0.8)),
+        ((0, 1), (0.5, 0.95, 7), False, 0.99, 0.0, (0.9405 - 0.5, 1.0 - 0.95)),
+    ],
+)
+def test_golden_numbers_at_the_end_of_an_episode(
+    mode: AutoresetMode | None, rewards: tuple[float, ...], values: tuple[float, ...], truncates: bool, gamma: float,
+    lambda_: float, advantages: tuple[float, ...],
+) -> None:  # fmt: skip
+    class Table(ModulePolicy):
+        def values_of(self, observations: np.ndarray) -> np.ndarray:
+            return np.take(np.array(values, np.float32), observations[:, 1].astype(int))
+
+    envs: list[Golden] = []
+
+    def make() -> Golden:
+        envs.append(Golden(rewards, truncates))
+        return envs[-1]
+
+    def creator(context: Any) -> Any:
+        return make() if mode is None else SyncVectorEnv([make] * 2, autoreset_mode=mode)
+
+    config = {"estimate_advantages": True, "gamma": gamma, "lambda_": lambda_}
+    runner = EnvRunner(creator, Table, policy_config=config, num_envs=2)
+    finished = 0
+    for steps in (5, 1, 14):  # the cuts between fragments are at other places of the episodes
+        batch = runner.sample(2 * steps)
+        finished += len(runner.take_stats())
+        for part in batch.split_by_episode():
+            assert (part["obs"][:, 0] == part["new_obs"][:, 0]).all()  # no step leads into the next episode
+            if len(part) == len(rewards):
+                np.testing.assert_allclose(part["advantages"], advantages, atol=1e-5)
+    lazy = 2 if mode is AutoresetMode.NEXT_STEP else 0
+    assert 2 + finished - lazy <= sum(env.resets for env in envs) <= 2 + finished
+
+
+def test_an_environment_is_not_reset_twice_before_whole_episodes() -> None:
+    env = Golden((1, 1), False)
+    runner = EnvRunner(lambda context: env, Random)
+    runner.sample(4)
+    assert env.resets == 3
+    batch = runner.sample(num_episodes=1)
+    assert batch["obs"][:, 0].tolist() == [3, 3]  # the episode that had begun is played
 
 
 def by_hand(episode: SampleBatch, is_whole: bool) -> np.ndarray:
@@ -205,7 +277,7 @@ def test_wrong_environments_are_refused() -> None:
             return np.zeros((1, 2), np.float32)
 
     class Doubles(Count):
-        observation_space = gym.spaces.Box(0, 255, (2,), np.uint8)
+        observation_space: Any = gym.spaces.Box(0, 255, (2,), np.uint8)
 
     class Bad(Count):
         def step(self, action: Any) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -13,8 +14,9 @@ from typing import Any
 import gymnasium as gym
 import numpy as np
 import pytest
+import torch
 
-from rlmesh.envs import EnvRunnerGroup, ModulePolicy, Policy, PPOConfig, SampleBatch
+from rlmesh.envs import EnvRunner, EnvRunnerGroup, ModulePolicy, Policy, PPOConfig, SampleBatch
 from rlmesh.errors import UsageError
 
 from ..own_time import HANG_S
@@ -37,6 +39,11 @@ class Threshold(Policy):
 
     def set_weights(self, weights: Any) -> None:
         self.weights = np.array(weights["weights"])
+
+
+def weights_in(runner: EnvRunner) -> np.ndarray:
+    assert isinstance(runner.policy, Threshold)
+    return runner.policy.weights
 
 
 def pids_of(group: EnvRunnerGroup) -> list[int]:
@@ -68,11 +75,11 @@ def test_remote_runners_sample_get_weights_and_come_back(tmp_path: Path) -> None
 
         for each in group.remote_workers:  # by hand, as the document does
             each.call("set_weights", {"default_policy": {"weights": np.ones(4)}}).result(HANG_S)
-        assert all((w == 1).all() for w in group.foreach_worker(lambda r: r.policy.weights, local_env_runner=False))
+        assert all((w == 1).all() for w in group.foreach_worker(weights_in, local_env_runner=False))
 
         group.local_env_runner.policy.set_weights({"weights": np.arange(4.0)})
         group.sync_weights()
-        assert all((w == np.arange(4)).all() for w in group.foreach_worker(lambda r: r.policy.weights))
+        assert all((w == np.arange(4)).all() for w in group.foreach_worker(weights_in))
 
         seen = set(group.sample(600)["eps_id"].tolist())
         before = pids_of(group)
@@ -109,7 +116,7 @@ def test_training_goes_on_while_runners_die(tmp_path: Path) -> None:
             # a runner that died begins new episodes; no episode is reported twice, or in part
             assert result["env_runners"]["num_episodes"] <= 80
             assert result["env_runners"]["episode_return_mean"] == 15.0
-        assert result["env_runners"]["num_episodes_lifetime"] == 6 * 80
+            assert result["env_runners"]["num_episodes_lifetime"] == (i + 1) * 80
         weights = algorithm.get_weights()["default_policy"]
         for remote in algorithm.env_runner_group.foreach_worker(
             lambda r: r.policy.get_weights(), local_env_runner=False
@@ -121,8 +128,6 @@ def test_training_goes_on_while_runners_die(tmp_path: Path) -> None:
 def test_remote_and_local_runners_learn_the_same_way() -> None:
     """The batch of two runners is that of two local runners with their numbers, row for row."""
     settings: dict[str, Any] = {"policy_class": ModulePolicy, "env_creator": "CartPole-v1", "num_envs": 2, "seed": 9}
-    from rlmesh.envs import EnvRunner
-
     local = [EnvRunner("CartPole-v1", ModulePolicy, num_envs=2, seed=9, worker_index=i, num_workers=2) for i in (1, 2)]
     with EnvRunnerGroup(**settings, num_env_runners=2) as group:
         for runner in local:
@@ -160,3 +165,43 @@ def test_a_program_without_stop_ends(tmp_path: Path) -> None:
         [sys.executable, program], cwd=tmp_path, capture_output=True, text=True, timeout=HANG_S, check=False
     )
     assert (done.returncode, done.stdout.splitlines()[0]) == (0, "64"), done.stderr
+
+
+class Draws(gym.Env[np.ndarray, Any]):
+    """Observes its generator's next number, and one of each generator of the process."""
+
+    observation_space = gym.spaces.Box(0, 1, (4,), np.float64)
+    action_space = gym.spaces.Discrete(2)
+
+    def observe(self) -> np.ndarray:
+        return np.array([self.np_random.random(), random.random(), np.random.random(), torch.rand(()).item()])
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[np.ndarray, dict[str, Any]]:
+        super().reset(seed=seed)
+        return self.observe(), {}
+
+    def step(self, action: Any) -> tuple[np.ndarray, float, bool, bool, dict[str, Any]]:
+        return self.observe(), 0.0, False, False, {}
+
+
+@pytest.mark.case("O27")
+@pytest.mark.slow
+def test_each_environment_has_a_stream_of_its_own_and_runs_repeat() -> None:
+    def streams(kill: bool) -> list[np.ndarray]:
+        """The observations of the six environments, and those after a restart of the first runner."""
+        settings: dict[str, Any] = {"num_envs": 3, "seed": 7, "num_env_runners": 2}
+        with EnvRunnerGroup(policy_class=ModulePolicy, env_creator=lambda context: Draws(), **settings) as group:
+            parts = group.sample(300).split_by_episode()
+            if kill:
+                os.kill(pids_of(group)[0], signal.SIGKILL)
+                parts += group.sample(300).split_by_episode()[:3]
+            return [part["obs"] for part in parts]
+
+    one, two = streams(kill=False), streams(kill=True)
+    assert len(one) == 6
+    for a, b in zip(one, two, strict=False):
+        assert np.array_equal(a, b)
+    drawn = np.concatenate(two)
+    assert len(two) == 9
+    for column in drawn.T:
+        assert len(np.unique(column)) == len(drawn)  # nothing is drawn twice, also not after the restart

@@ -102,7 +102,7 @@ def test_a_change_of_the_weights_reaches_the_next_fragment() -> None:
     policy = runner.policy
     assert isinstance(policy, ModulePolicy)
     with torch.no_grad():
-        policy.module.get_submodule("policy_head.0").bias.copy_(torch.tensor([-50.0, 50.0]))  # type: ignore[union-attr]
+        policy.module.get_parameter("policy_head.0.bias").copy_(torch.tensor([-50.0, 50.0]))
     assert (runner.sample(40)["actions"] == 1).all()
 
 

@@ -133,10 +133,12 @@ class GaussianActions(ActionDistribution):
         return shaped
 
     def mode(self, inputs: np.ndarray) -> np.ndarray:
-        return np.reshape(inputs[..., : self.dim], (*inputs.shape[:-1], *self.shape))
+        means: np.ndarray = np.reshape(inputs[..., : self.dim], (*inputs.shape[:-1], *self.shape))
+        return means
 
     def to_env(self, actions: np.ndarray) -> np.ndarray:
-        return np.clip(actions, self.low, self.high)
+        clipped: np.ndarray = np.clip(actions, self.low, self.high)
+        return clipped
 
     def log_prob(self, inputs: torch.Tensor, actions: torch.Tensor) -> torch.Tensor:
         mean, log_std = inputs[..., : self.dim], inputs[..., self.dim :]

@@ -23,6 +23,8 @@ __all__ = ["DEFAULT_POLICY", "EnvRunner", "RolloutWorker"]
 logger = logging.getLogger(__name__)
 
 DEFAULT_POLICY = "default_policy"
+POLICY_PLACE = 0xFFFF
+"""The place of the policy among the environments, for its seed."""
 EPISODE_CHUNK = 64
 """Time steps between two looks at the number of finished episodes, when episodes are asked for."""
 VECTORIZE_MODES = ("local", "sync", "async", "vector_entry_point")
@@ -71,12 +73,12 @@ class EnvRunner:
         config = dict(policy_config or {})
         if seed is not None:
             config.setdefault("model_seed", seed)
-            config["seed"] = env_seed(seed, worker_index, -1 & 0xFFFF, start)
+            config["seed"] = env_seed(seed, worker_index, POLICY_PLACE, start)
         self.policy = policy_class(self._vector.rows.space, self._vector.action_space, config)
         self.weights_version = -1
         self._obs = self._vector.rows.empty(self.num_envs)
         self._stats = EpisodeStats()
-        self._must_reset = True
+        self._must_reset, self._obs_known = True, False
         # 2 ** 22 runners, 2 ** 12 restarts, 2 ** 29 episodes: unique over all runners of a run.
         self._next_episode = (worker_index << 41) | ((start & 0xFFF) << 29)
         self._eps_id = np.zeros(self.num_envs, np.int64)
@@ -179,7 +181,10 @@ class EnvRunner:
         import cloudpickle
 
         state: dict[str, Any] = {"rng": self.policy.rng.bit_generator.state, "next_episode": self._next_episode}
-        if self._must_reset or not isinstance(self._vector, LocalVector):
+        if not isinstance(self._vector, LocalVector):
+            return state
+        state["starts"] = list(self._vector.starts)
+        if self._must_reset:
             return state
         try:
             state["envs"] = cloudpickle.dumps(self._vector.envs)
@@ -196,9 +201,15 @@ class EnvRunner:
         self.policy.rng.bit_generator.state = state["rng"]
         self._next_episode, self._stats = state["next_episode"], EpisodeStats()
         self._must_reset = "envs" not in state or len(state["_obs"]) != self.num_envs
-        if not self._must_reset and isinstance(self._vector, LocalVector):
+        self._obs_known = not self._must_reset
+        if not isinstance(self._vector, LocalVector):
+            return
+        if self._must_reset:  # with other seeds than those of the beginning
+            self._vector.starts = [start + 1 for start in state.get("starts", self._vector.starts)][: self.num_envs]
+            self._vector.starts += [1] * (self.num_envs - len(self._vector.starts))
+        else:
             self._vector.close()
-            self._vector.envs = cloudpickle.loads(state["envs"])
+            self._vector.put(cloudpickle.loads(state["envs"]), state["starts"])
             for name in ("_obs", "_eps_id", "_t", "_returns"):
                 setattr(self, name, state[name].copy())
 
@@ -247,7 +258,8 @@ class EnvRunner:
         return env_seed(self.seed, self.worker_index, index, (self.start << 16) | start)
 
     def _begin_all(self) -> None:
-        self._vector.reset(self._obs)
+        self._vector.reset(self._obs, self._t > 0 if self._obs_known else np.ones(self.num_envs, bool))
+        self._obs_known = True
         for i in range(self.num_envs):
             self._new_episode(i)
         self._must_reset = False
@@ -271,7 +283,7 @@ class EnvRunner:
         ended: list[tuple[int, int, np.ndarray]] = []
         explorer = self.policy.explorer(steps, n, explore=self.explore)
         obs[:, 0] = self._obs
-        self._must_reset = True  # if a step raises, no half-known state goes on
+        self._must_reset, self._obs_known = True, False  # if a step raises, no half-known state goes on
         for time in range(steps):
             t[:, time], eps_id[:, time] = self._t, self._eps_id
             actions = explorer.act(time, obs[:, time])
@@ -290,7 +302,7 @@ class EnvRunner:
             for i in outcome.cut:
                 self._stats.cut += 1
                 self._new_episode(i)
-        self._obs, self._must_reset = after, False
+        self._obs, self._must_reset, self._obs_known = after, False, True
         given = {
             columns.OBS: obs, columns.REWARDS: rewards, columns.TERMINATEDS: terminateds,
             columns.TRUNCATEDS: truncateds, columns.T: t, columns.EPS_ID: eps_id, **explorer.columns(),
@@ -305,7 +317,7 @@ class EnvRunner:
         for name, array in (("a reward", rewards), ("an observation", obs)):
             if array.dtype.kind == "f" and np.isnan(array).any():
                 i, time = np.argwhere(np.isnan(array))[0][:2]
-                self._must_reset = True
+                self._must_reset, self._obs_known = True, False
                 raise FloatingPointError(
                     f"environment {i} of runner {self.worker_index} returned {name} that is NaN, in step {time} of the "
                     "fragment"

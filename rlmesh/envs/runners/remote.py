@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import random
+import sys
 from typing import Any
 
+import numpy as np
+
 from rlmesh import current_worker, rpc
+from rlmesh.envs.environments.local_vector import env_seed
 from rlmesh.envs.runners.env_runner import EnvRunner
 
 __all__ = ["RemoteEnvRunner"]
+
+GLOBAL_GENERATORS = 0xFFFE
+"""The place of the generators of the process among the environments, for their seed."""
 
 
 class RemoteEnvRunner:
@@ -18,6 +26,12 @@ class RemoteEnvRunner:
 
         worker = current_worker()
         given = cloudpickle.loads(worker.job_info.user_config["runner"])
+        if given.get("seed") is not None:  # environments that draw from the process's generators repeat too
+            seed = env_seed(given["seed"], worker.rank + 1, GLOBAL_GENERATORS, worker.incarnation)
+            random.seed(seed)
+            np.random.seed(seed & 0xFFFF_FFFF)
+            if (torch := sys.modules.get("torch")) is not None:
+                torch.manual_seed(seed)
         self.runner = EnvRunner(**given, worker_index=worker.rank + 1, start=worker.incarnation)
 
     @rpc
