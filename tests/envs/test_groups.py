@@ -205,3 +205,11 @@ def test_each_environment_has_a_stream_of_its_own_and_runs_repeat() -> None:
     assert len(two) == 9
     for column in drawn.T:
         assert len(np.unique(column)) == len(drawn)  # nothing is drawn twice, also not after the restart
+
+
+@pytest.mark.slow
+async def test_a_cell_of_a_notebook_starts_runners() -> None:
+    """A cell runs on the thread of an event loop."""
+    config = PPOConfig().environment("CartPole-v1").env_runners(num_env_runners=1)
+    with config.training(train_batch_size=64, minibatch_size=64).build() as algorithm:
+        assert algorithm.train()["timesteps_total"] == 64
