@@ -59,7 +59,7 @@ class EnvRunnerGroup:
 
     def __init__(
         self, *, policy_class: type[Policy], env_creator: str | type | EnvCreator, num_env_runners: int = 0,
-        max_restarts: int = 1000, sample_timeout_s: float | None = 600.0, run_dir: str | None = None, **runner: Any,
+        max_restarts: int = 100, sample_timeout_s: float | None = 600.0, run_dir: str | None = None, **runner: Any,
     ) -> None:  # fmt: skip
         if type(num_env_runners) is not int or num_env_runners < 0:
             raise UsageError(f"EnvRunnerGroup(num_env_runners={num_env_runners!r}): a whole number of at least 0")
