@@ -1,0 +1,1 @@
+"""Reinforcement learning in environments: runners, batches, modules, learners and algorithms."""
