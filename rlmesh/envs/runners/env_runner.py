@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import numpy as np
 
 from rlmesh.envs.batches import columns
 from rlmesh.envs.batches.sample_batch import SampleBatch
+from rlmesh.envs.connectors.connector import Connector, ConnectorPipeline
 from rlmesh.envs.environments.gym_vector import GymVector
 from rlmesh.envs.environments.local_vector import LocalVector, env_seed
 from rlmesh.envs.environments.registry import EnvContext, EnvCreator, did_you_mean, env_creator_of
@@ -23,6 +24,8 @@ __all__ = ["DEFAULT_POLICY", "EnvRunner", "RolloutWorker"]
 logger = logging.getLogger(__name__)
 
 DEFAULT_POLICY = "default_policy"
+CONNECTORS = "__connectors__"
+"""Key of the connectors' shared state among the weights."""
 EPISODE_CHUNK = 64
 """Time steps between two looks at the number of finished episodes, when episodes are asked for."""
 VECTORIZE_MODES = ("local", "sync", "async", "vector_entry_point")
@@ -46,6 +49,8 @@ class EnvRunner:
         restart_failed_sub_environments: an environment that raises is made again; False: its error is raised.
         vectorize_mode: ``local`` steps environments in this process; the others are those of ``gymnasium.make_vec``,
             for ids of Gymnasium.
+        connectors: change observations and rewards on their way to the policy; see `rlmesh.envs.connectors`.
+        learn_connectors: False leaves the statistics of connectors as they are.
 
     Raises:
         UsageError: arguments or spaces that cannot work.
@@ -57,6 +62,7 @@ class EnvRunner:
         rollout_fragment_length: int = 200, seed: int | None = None, worker_index: int = 0, num_workers: int = 0,
         start: int = 0, new_obs: bool = True, infos: bool = True, explore: bool = True,
         restart_failed_sub_environments: bool = True, vectorize_mode: str = "local",
+        connectors: Iterable[Connector] = (), learn_connectors: bool = True,
     ) -> None:  # fmt: skip
         for name, value in (("num_envs", num_envs), ("rollout_fragment_length", rollout_fragment_length)):
             if type(value) is not int or value < 1:
@@ -68,13 +74,15 @@ class EnvRunner:
         self.num_workers = num_workers
         self._vector = self._vector_of(env_creator, num_envs, vectorize_mode, restart_failed_sub_environments)
         self.num_envs = self._vector.size
+        spaces = self._vector.rows.space
+        self.connectors = ConnectorPipeline(connectors, spaces, self.num_envs, learn=learn_connectors)
         config = dict(policy_config or {})
         if seed is not None:
             config.setdefault("model_seed", seed)
             config["seed"] = env_seed(seed, worker_index, -1 & 0xFFFF, start)
-        self.policy = policy_class(self._vector.rows.space, self._vector.action_space, config)
+        self.policy = policy_class(self.observation_space, self._vector.action_space, config)
         self.weights_version = -1
-        self._obs = self._vector.rows.empty(self.num_envs)
+        self._obs = self._empty(self.num_envs)
         self._stats = EpisodeStats()
         self._must_reset = True
         # 2 ** 22 runners, 2 ** 12 restarts, 2 ** 29 episodes: unique over all runners of a run.
@@ -90,7 +98,12 @@ class EnvRunner:
     @property
     def observation_space(self) -> Any:
         """The space of a row of the column ``obs``."""
-        return self._vector.rows.space
+        return self.connectors.space
+
+    def _empty(self, *shape: int) -> np.ndarray:
+        """An array of zeros for observations as the policy gets them."""
+        space = self.observation_space
+        return np.zeros((*shape, *(space.shape or ())), space.dtype)
 
     @property
     def action_space(self) -> Any:
@@ -149,7 +162,8 @@ class EnvRunner:
 
     def get_weights(self) -> dict[str, Any]:
         """Weights by policy id."""
-        return {DEFAULT_POLICY: self.policy.get_weights()}
+        weights = {DEFAULT_POLICY: self.policy.get_weights()}
+        return {**weights, CONNECTORS: self.connectors.shared_state()} if self.connectors else weights
 
     def set_weights(self, weights: Mapping[str, Any], version: int | None = None) -> None:
         """Take over weights by policy id, as `get_weights` returns them.
@@ -157,10 +171,12 @@ class EnvRunner:
         Args:
             version: number of these weights, kept as `weights_version`.
         """
-        unknown = [policy_id for policy_id in weights if policy_id != DEFAULT_POLICY]
+        unknown = [policy_id for policy_id in weights if policy_id not in (DEFAULT_POLICY, CONNECTORS)]
         if unknown:
             raise UsageError(f"set_weights: {{{DEFAULT_POLICY!r}: weights}}; there is no policy {unknown[0]!r}")
         self.policy.set_weights(weights[DEFAULT_POLICY])
+        if CONNECTORS in weights:
+            self.connectors.set_shared_state(weights[CONNECTORS])
         self.weights_version = self.weights_version + 1 if version is None else version
 
     def foreach_env(self, fn: Callable[[Any], Any]) -> list[Any]:
@@ -179,6 +195,8 @@ class EnvRunner:
         import cloudpickle
 
         state: dict[str, Any] = {"rng": self.policy.rng.bit_generator.state, "next_episode": self._next_episode}
+        if self.connectors:
+            state["connectors"] = self.connectors.state()
         if self._must_reset or not isinstance(self._vector, LocalVector):
             return state
         try:
@@ -195,6 +213,8 @@ class EnvRunner:
 
         self.policy.rng.bit_generator.state = state["rng"]
         self._next_episode, self._stats = state["next_episode"], EpisodeStats()
+        if "connectors" in state:
+            self.connectors.set_state(state["connectors"])
         self._must_reset = "envs" not in state or len(state["_obs"]) != self.num_envs
         if not self._must_reset and isinstance(self._vector, LocalVector):
             self._vector.close()
@@ -247,7 +267,10 @@ class EnvRunner:
         return env_seed(self.seed, self.worker_index, index, (self.start << 16) | start)
 
     def _begin_all(self) -> None:
-        self._vector.reset(self._obs)
+        raw = self._obs if not self.connectors else self._vector.rows.empty(self.num_envs)
+        self._vector.reset(raw)
+        if self.connectors:
+            self._obs = self.connectors.observe(raw, np.ones(self.num_envs, bool))
         for i in range(self.num_envs):
             self._new_episode(i)
         self._must_reset = False
@@ -263,7 +286,8 @@ class EnvRunner:
         if self._must_reset:
             self._begin_all()
         n, rows = self.num_envs, self._vector.rows
-        obs, after = rows.empty(n, steps), rows.empty(n)
+        obs, after, connectors = self._empty(n, steps), self._empty(n), self.connectors
+        raw = rows.empty(n) if connectors else None
         rewards, valid = np.zeros((n, steps), np.float32), np.ones((n, steps), bool)
         terminateds, truncateds = np.zeros((n, steps), bool), np.zeros((n, steps), bool)
         t, eps_id = np.zeros((n, steps), np.int64), np.zeros((n, steps), np.int64)
@@ -275,7 +299,8 @@ class EnvRunner:
         for time in range(steps):
             t[:, time], eps_id[:, time] = self._t, self._eps_id
             actions = explorer.act(time, obs[:, time])
-            outcome = self._vector.step(actions, obs[:, time + 1] if time + 1 < steps else after)
+            out = obs[:, time + 1] if time + 1 < steps else after
+            outcome = self._vector.step(actions, out if raw is None else raw)
             rewards[:, time], valid[:, time] = outcome.rewards, outcome.valid
             terminateds[:, time], truncateds[:, time] = outcome.terminateds, outcome.truncateds
             if infos is not None:
@@ -283,13 +308,18 @@ class EnvRunner:
             self._returns += outcome.rewards
             self._t += outcome.valid
             for i, last in zip(outcome.ended, outcome.final, strict=True):
-                ended.append((i, time, last))
+                ended.append((i, time, connectors.last(last, i)))
                 self._stats.returns.append(float(self._returns[i]))
                 self._stats.lengths.append(int(self._t[i]))
                 self._new_episode(i)
             for i in outcome.cut:
                 self._stats.cut += 1
                 self._new_episode(i)
+            if raw is not None:
+                first = ~outcome.valid
+                if not self._vector.resets_later:
+                    first[outcome.ended] = True
+                out[:] = connectors.observe(raw, first)
         self._obs, self._must_reset = after, False
         given = {
             columns.OBS: obs, columns.REWARDS: rewards, columns.TERMINATEDS: terminateds,
@@ -298,6 +328,8 @@ class EnvRunner:
         if infos is not None:
             given[columns.INFOS] = infos
         self._require_numbers(rewards, obs)
+        if (changed := connectors.rewards(rewards)) is not rewards:
+            given[columns.ENV_REWARDS], given[columns.REWARDS] = rewards, changed
         return Fragment(n, steps, given, valid, after, ended)
 
     def _require_numbers(self, rewards: np.ndarray, obs: np.ndarray) -> None:
@@ -347,7 +379,8 @@ class EnvRunner:
         stats.env_steps += len(batch)
         for episode in batch.split_by_episode():
             if episode[columns.DONES][-1]:
-                stats.returns.append(float(episode[columns.REWARDS].sum(dtype=np.float64)))
+                rewards = episode.get(columns.ENV_REWARDS, episode[columns.REWARDS])
+                stats.returns.append(float(rewards.sum(dtype=np.float64)))
                 stats.lengths.append(len(episode))
         self._stats = stats
         return batch
