@@ -18,8 +18,9 @@ class ObservationNormalizer(Connector):
     """Observations with mean 0 and variance 1: (o - mean) / sqrt(variance + eps), clipped, as float32.
 
     All runners normalise by the same shared moments. What a runner sees meanwhile is kept apart, and merged when
-    weights are sent to the runners, so that every observation of a fragment is normalised alike. Before the first
-    merge, a runner uses what it has seen itself.
+    weights are sent to the runners, so that all observations within a fragment are normalised alike; the one that it
+    begins with ended the fragment before, and stays as the policy was given it there. Before the first merge, a runner
+    uses what it has seen itself.
 
     Args:
         clip: the largest absolute value.
