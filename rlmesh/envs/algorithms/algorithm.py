@@ -110,10 +110,12 @@ class Algorithm:
         from rlmesh.envs.runners.episode_stats import EpisodeStats
 
         parts: list[EpisodeStats] = []
+        steps = 0
         while True:
             learners = self.training_step()
             parts.append(self.env_runner_group.take_stats())
-            if sum(part.env_steps for part in parts) >= self.config["min_env_steps_per_iteration"]:
+            steps += parts[-1].env_steps
+            if steps >= self.config["min_env_steps_per_iteration"]:
                 break
         stats = EpisodeStats.merged(parts)
         self.window.add(stats)

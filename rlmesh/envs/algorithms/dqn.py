@@ -27,11 +27,11 @@ class DQNConfig(OffPolicyConfig):
 
     algo_class: ClassVar = "rlmesh.envs.algorithms.dqn.DQN"
     training_defaults: ClassVar = {
-        "double_q": True, "dueling": True, "epsilon": [[0, 1.0], [8_000, 0.04]], "target_network_update_freq": 10,
+        "double_q": True, "dueling": True, "epsilon": [[0, 1.0], [8_000, 0.04]], "target_network_update_freq": 128,
         "tau": 1.0,
     }  # fmt: skip
     changed_defaults: ClassVar = {
-        "lr": 2.3e-3, "train_batch_size": 64, "rollout_fragment_length": 256, "training_intensity": 32.0,
+        "lr": 2.3e-3, "train_batch_size": 64, "rollout_fragment_length": 256, "training_intensity": 32.0, "n_step": 3,
         "replay_buffer_config": {"type": "PrioritizedReplayBuffer", "capacity": 100_000}, "grad_clip": 10.0,
     }  # fmt: skip
 

@@ -11,7 +11,6 @@ from rlmesh.envs.algorithms.algorithm import Algorithm
 from rlmesh.envs.algorithms.algorithm_config import AlgorithmConfig
 from rlmesh.envs.algorithms.results import ResultDict
 from rlmesh.envs.batches import columns
-from rlmesh.envs.batches.sample_batch import SampleBatch
 from rlmesh.envs.environments.registry import did_you_mean
 from rlmesh.envs.replay import PrioritizedReplayBuffer, ReplayBuffer
 from rlmesh.envs.runners.env_runner import DEFAULT_POLICY
@@ -153,7 +152,7 @@ class OffPolicy(Algorithm):
         stats: dict[str, Any] = {}
         for _ in range(updates):
             batch = self.replay.sample(self.config["train_batch_size"])
-            stats = self.learner.update(SampleBatch(batch))
+            stats = self.learner.update(batch)
             if isinstance(self.replay, PrioritizedReplayBuffer):
                 self.replay.update_priorities(batch["batch_indexes"], np.abs(self.learner.td_errors))
         return stats
