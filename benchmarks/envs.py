@@ -1,111 +1,177 @@
-"""rlmesh.envs beside Stable-Baselines3 and RLlib: sampling, PPO on CartPole-v1, replay, time to the first result.
+"""Speed of `rlmesh.envs`: python benchmarks/envs.py [--only sampling,frames,ppo,start] [--seeds 5] [--json FILE]
 
-python benchmarks/envs.py [--peers-python .venv-peers/bin/python] [--rows sampling_16,replay] [--seeds 5] [--json FILE]
-
-The peers live in an environment of their own (benchmarks/envs_peers.txt); without one, only rlmesh is measured. Each
-measurement is a process of its own, on one thread per process; all libraries take turns, seed by seed, so that other
-load on the machine hits them alike. The table has medians, and the smallest and largest value.
+Medians over seeds. Sampling counts the choice of actions by the policy (64 × 64 tanh). ``ppo`` is wall time until the
+mean return of the last 100 episodes of CartPole-v1 is 475. torch has one thread.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
 import subprocess
 import sys
-from pathlib import Path
-from typing import Any, NamedTuple
+import time
+from collections.abc import Callable
+from typing import Any
 
-HERE = Path(__file__).resolve().parent
-LIMIT_S = 900
+import gymnasium as gym
+import numpy as np
+
+from rlmesh.envs import EnvRunner, EnvRunnerGroup, ModulePolicy, Policy, PPOConfig
+
+ZOO = {
+    "train_batch_size": 256, "minibatch_size": 256, "num_epochs": 20, "lambda_": 0.8, "gamma": 0.98, "lr": 1e-3,
+    "clip_param": 0.2, "vf_loss_coeff": 0.5,
+}  # fmt: skip
+"""Settings of Stable-Baselines3's zoo for CartPole-v1, with constant rates: 8 environments, 32 steps each."""
+OWN = {
+    "train_batch_size": 1024, "minibatch_size": 128, "num_epochs": 8, "lambda_": 0.9, "gamma": 0.98, "lr": 2e-3,
+}  # fmt: skip
+GOAL, MOST_STEPS = 475.0, 400_000
+START = """
+import time, torch
+began = time.perf_counter()
+from rlmesh.envs import PPOConfig
+if __name__ == "__main__":
+    with PPOConfig().environment("CartPole-v1").env_runners(num_env_runners={runners}).build() as algorithm:
+        algorithm.train()
+        print(time.perf_counter() - began)
+"""
 
 
-class EnvRow(NamedTuple):
-    title: str
-    key: str
-    unit: str
-    better: str
-    peers: tuple[str, ...]
-    goal: str
+class Frames(gym.Env[np.ndarray, Any]):
+    """A trivial environment with frames of 84 × 84 × 4 bytes: a step increments one number."""
+
+    observation_space = gym.spaces.Box(0, 255, (84, 84, 4), np.uint8)
+    action_space = gym.spaces.Discrete(4)
+
+    def __init__(self) -> None:
+        self.frame, self.at = np.zeros((84, 84, 4), np.uint8), 0
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[np.ndarray, dict[str, Any]]:
+        self.at = 0
+        return self.frame, {}
+
+    def step(self, action: Any) -> tuple[np.ndarray, float, bool, bool, dict[str, Any]]:
+        self.at += 1
+        self.frame = np.full((84, 84, 4), self.at & 255, np.uint8)  # a new array, as a renderer makes one
+        return self.frame, 1.0, self.at == 1000, False, {}
 
 
-ROWS = {
-    "sampling_16": EnvRow("sampling, one process x 16", "steps_per_s", "steps/s", "higher", ("sb3",), ">= 1.3 x"),
-    "sampling_2x8": EnvRow("sampling, 2 runners x 8", "steps_per_s", "steps/s", "higher", ("rllib",), ">= 3 x"),
-    "ppo_zoo": EnvRow("PPO to 475, SB3 zoo's settings", "seconds", "s", "lower", ("sb3",), "< 1 x"),
-    "ppo_rllib": EnvRow("PPO to 475, RLlib's settings", "seconds", "s", "lower", ("rllib",), "<= 1/2 x"),
-    "ppo_own": EnvRow("PPO to 475, own settings", "seconds", "s", "lower", (), "<= 2/3 of the fastest"),
-    "replay": EnvRow("prioritised replay, 256 a round", "rounds_per_s", "rounds/s", "higher", ("rllib",), ">= 20 x"),
-    "first_1": EnvRow("first result, one process", "seconds", "s", "lower", ("sb3", "rllib"), "<= 2 s"),
-    "first_2": EnvRow("first result, 2 runners", "seconds", "s", "lower", ("rllib",), "<= 4 s"),
-}
+class RandomPolicy(Policy):
+    """Acts at random, so that stepping and copying are measured alone."""
+
+    def compute_actions(self, obs_batch: Any, state_batches: Any = None, *, explore: bool = True, **more: Any) -> Any:
+        return self.rng.integers(0, 4, len(obs_batch)), None, {}
 
 
-def measured(library: str, python: str, what: str, seed: int) -> dict[str, Any]:
-    """One measurement in a process of its own; empty if it failed, with the reason on standard error."""
-    variables = {**os.environ, "OMP_NUM_THREADS": "1", "RAY_DEDUP_LOGS": "0", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
-    try:
-        done = subprocess.run(
-            [python, str(HERE / f"envs_{library}.py"), what, str(seed)], capture_output=True, text=True,
-            timeout=LIMIT_S, env=variables,
-        )  # fmt: skip
-        found: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
-    except (subprocess.TimeoutExpired, ValueError, IndexError) as error:
-        print(f"{library} {what} {seed}: {error!r}", file=sys.stderr)
-        return {}
+def steps_per_s(sample: Callable[[int], Any], steps: int, times: int) -> float:
+    """Median rate of ``sample(steps)``, after one call that is not counted."""
+    sample(steps // 4)
+    rates = []
+    for _ in range(times):
+        began = time.perf_counter()
+        rates.append(len(sample(steps)) / (time.perf_counter() - began))
+    return statistics.median(rates)
+
+
+def rows_of(group: EnvRunnerGroup) -> Callable[[int], range]:
+    """Sampling by all runners; the batches stay apart, as a learner with minibatches could take them."""
+    return lambda steps: range(sum(map(len, group.sample_all(steps))))
+
+
+def sampling(times: int) -> dict[str, float]:
+    given: dict[str, Any] = {"infos": False, "new_obs": False, "seed": 0}
+    local = EnvRunner("CartPole-v1", ModulePolicy, num_envs=16, **given)
+    found = {"one process, 16 environments, steps/s": steps_per_s(local.sample, 32_000, times)}
+    with EnvRunnerGroup(
+        policy_class=ModulePolicy, env_creator="CartPole-v1", num_env_runners=2, num_envs=8, **given
+    ) as group:
+        found["2 runners, 8 environments each, steps/s"] = steps_per_s(rows_of(group), 64_000, times)
+    return found
+
+
+def frames(times: int) -> dict[str, float]:
+    given: dict[str, Any] = {"infos": False, "new_obs": False, "seed": 0, "num_envs": 8}
+    env = Frames()
+    env.reset()
+    began = time.perf_counter()
+    for _ in range(4000):
+        env.step(0)
+    alone = (time.perf_counter() - began) / 4000
+    local = EnvRunner(lambda context: Frames(), RandomPolicy, **given)
+    rate = steps_per_s(local.sample, 4000, times)
+    found = {"frames, one process, 8 environments, steps/s": rate}
+    rows, out = local._vector.rows, local._vector.rows.empty(8, 500)
+    began = time.perf_counter()
+    for i in range(4000):
+        rows.write(out[i % 8], i // 8, env.frame)
+    found["frames, copy of a step, µs"] = (time.perf_counter() - began) / 4000 * 1e6
+    found["frames, the environment alone, µs"] = alone * 1e6
+    with EnvRunnerGroup(
+        policy_class=RandomPolicy, env_creator=lambda context: Frames(), num_env_runners=2, **given
+    ) as group:
+        found["frames, 2 runners, 8 environments each, steps/s"] = steps_per_s(rows_of(group), 8000, times)
+    return found
+
+
+def seconds_to_goal(training: dict[str, Any], seed: int, runners: int = 0) -> tuple[float, int]:
+    config = PPOConfig().environment("CartPole-v1").training(**training).debugging(seed=seed).learners(torch_threads=1)
+    with config.env_runners(num_envs_per_env_runner=8, num_env_runners=runners).build() as algorithm:
+        began = time.perf_counter()
+        while True:
+            algorithm.train()
+            window, steps = algorithm.window, algorithm.window.env_steps
+            if (len(window.returns) == 100 and np.mean(window.returns) >= GOAL) or steps >= MOST_STEPS:
+                reached = steps if steps < MOST_STEPS else -1
+                return time.perf_counter() - began, reached
+
+
+def ppo(seeds: int) -> dict[str, float]:
+    found = {}
+    for name, training in (("zoo's settings", ZOO), ("settings of its own", OWN)):
+        runs = [seconds_to_goal(training, seed) for seed in range(seeds)]
+        print(f"  PPO with {name}, each seed: " + ", ".join(f"{s:.1f} s / {n}" for s, n in runs), file=sys.stderr)
+        found[f"PPO to 475, {name}, s"] = statistics.median(seconds for seconds, _ in runs)
+        found[f"PPO to 475, {name}, steps"] = statistics.median(steps for _, steps in runs)
+        found[f"PPO to 475, {name}, seeds that did not get there"] = sum(steps < 0 for _, steps in runs)
+    return found
+
+
+def start(times: int) -> dict[str, float]:
+    found = {}
+    for runners in (0, 2):
+        program = START.format(runners=runners)
+        seconds = []
+        for _ in range(times):
+            done = subprocess.run(
+                [sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=120
+            )
+            seconds.append(float(done.stdout.splitlines()[0]))
+        found[f"start to the first train(), {runners} runners, s beyond torch"] = statistics.median(seconds)
     return found
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--peers-python", default=str(HERE.parent / ".venv-peers" / "bin" / "python"))
-    parser.add_argument("--rows", default=",".join(ROWS))
+    parts = {"sampling": sampling, "frames": frames, "ppo": ppo, "start": start}
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--only", default=",".join(parts))
     parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--json")
     options = parser.parse_args()
-    wanted = options.rows.split(",")
-    if unknown := sorted(set(wanted) - ROWS.keys()):
-        parser.error(f"there is no row {unknown[0]!r}; the rows are {', '.join(ROWS)}")
-    peers = Path(options.peers_python).exists()
-    if not peers:
-        print(f"{options.peers_python} is not there: rlmesh alone", file=sys.stderr)
-    results: dict[str, dict[str, list[dict[str, Any]]]] = {}
-    for seed in range(options.seeds):
-        for what in wanted:
-            libraries = [("rlmesh", sys.executable)]
-            libraries += [(peer, options.peers_python) for peer in ROWS[what].peers] if peers else []
-            for library, python in libraries:
-                found = measured(library, python, what, seed)
-                results.setdefault(what, {}).setdefault(library, []).append(found)
-                print(f"{what} {library} {seed}: {found}", file=sys.stderr)
+    import torch
+
+    torch.set_num_threads(1)
+    found: dict[str, float] = {}
+    for name in options.only.split(","):
+        found |= parts[name](options.seeds)
+    width = max(map(len, found))
+    for name, value in found.items():
+        print(f"{name:<{width}}  {value:>10,.2f}" if value < 100 else f"{name:<{width}}  {value:>10,.0f}")
     if options.json:
-        options.json.write_text(json.dumps(results, indent=1) + "\n")
-    print(table(results))
-
-
-def table(results: dict[str, dict[str, list[dict[str, Any]]]]) -> str:
-    """The results as text, one line per row and library."""
-    lines = [f"{'':<34}{'':<9}{'median':>11} {'unit':<9}{'min … max':>22}  rlmesh : it  goal"]
-    for what, by_library in results.items():
-        row = ROWS[what]
-        medians: dict[str, float] = {}
-        for library, found in by_library.items():
-            values = [each[row.key] for each in found if row.key in each]
-            if not values:
-                lines.append(f"{row.title:<34}{library:<9}{'failed':>11}")
-                continue
-            medians[library] = statistics.median(values)
-            span = f"{min(values):,.1f} … {max(values):,.1f}"
-            ratio = f"{medians['rlmesh'] / medians[library]:.2f}" if "rlmesh" in medians and library != "rlmesh" else ""
-            missed = sum(not each.get("reached", True) for each in found)
-            note = f"  ({missed} of {len(found)} did not reach 475)" if missed else ""
-            lines.append(
-                f"{row.title:<34}{library:<9}{medians[library]:>11,.1f} {row.unit:<9}{span:>22}  {ratio:>11}  "
-                f"{row.goal if library == 'rlmesh' else ''}{note}"
-            )
-    return "\n".join(lines)
+        with open(options.json, "w") as file:
+            json.dump(found, file, indent=1)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""One measurement of RLlib: ``envs_rllib.py WHAT SEED`` prints a JSON object. Run by envs.py."""
+"""One measurement of RLlib: ``envs_rllib.py WHAT SEED`` prints a JSON object. Run by envs_compare.py."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One measurement of rlmesh.envs: ``envs_rlmesh.py WHAT SEED`` prints a JSON object. Run by envs.py."""
+"""One measurement of rlmesh.envs: ``envs_rlmesh.py WHAT SEED`` prints a JSON object. Run by envs_compare.py."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One measurement of Stable-Baselines3: ``envs_sb3.py WHAT SEED`` prints a JSON object. Run by envs.py."""
+"""One measurement of Stable-Baselines3: ``envs_sb3.py WHAT SEED`` prints a JSON object. Run by envs_compare.py."""
 
 from __future__ import annotations
 

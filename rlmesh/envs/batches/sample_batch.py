@@ -109,6 +109,9 @@ class SampleBatch(dict[str, Any]):
             return NotImplemented
         return self.keys() == other.keys() and all(_same(self[name], other[name]) for name in self)
 
+    def __ne__(self, other: object) -> bool:  # dict has its own
+        return not self == other
+
     __hash__ = None
 
     @property

@@ -42,7 +42,7 @@ class ObservationNormalizer(Connector):
         return spaces.Box(-self.clip, self.clip, space.shape, np.float32)
 
     def observe(self, rows: np.ndarray, first: np.ndarray, *, learn: bool) -> np.ndarray:
-        if learn:
+        if learn and np.isfinite(rows).all():  # NaN, which the runner refuses, must not stay in the moments
             self._seen.update(rows)
             if not self._shared.count:
                 self._use(self._seen)

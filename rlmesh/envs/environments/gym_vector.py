@@ -50,9 +50,10 @@ class GymVector:
         self.outcome = StepOutcome.of(self.size, infos=infos)
         self._resetting = np.zeros(self.size, bool)
 
-    def reset(self, out: np.ndarray) -> None:
-        """Begin an episode in each environment."""
+    def reset(self, out: np.ndarray, running: np.ndarray) -> None:
+        """Begin an episode in each environment; the seeds are those of the first time only."""
         observations, _ = self.env.reset(seed=self._seed)
+        self._seed = None
         self._copy(out, observations)
         self._resetting[:] = False
 

@@ -90,17 +90,27 @@ class LocalVector:
         self.size = size
         self.action_space = self.envs[0].action_space
         self.rows = ObservationRows(self.envs[0].observation_space)
-        self._starts, self._failures = [0] * size, [0] * size
+        self.starts, self._failures, self._begun = [0] * size, [0] * size, [False] * size
         self.outcome = StepOutcome.of(size, infos=infos)
         self._discrete = type(self.action_space).__name__ == "Discrete"
         for i, env in enumerate(self.envs):
             if env.observation_space != self.envs[0].observation_space or env.action_space != self.action_space:
                 raise UsageError(f"environments 0 and {i} of one runner differ in their spaces")
 
-    def reset(self, out: np.ndarray) -> None:
-        """Begin an episode in each environment; ``out[i]`` becomes the first observation of environment i."""
+    def reset(self, out: np.ndarray, running: np.ndarray) -> None:
+        """Begin an episode where one is running; ``out[i]`` becomes the first observation of environment i.
+
+        An environment that has just been reset is not reset again: its first observation stays in ``out``.
+
+        Args:
+            running: False for environments at the start of an episode; ``[environments]``.
+        """
         for i in range(self.size):
-            self._begin(i, out, seeded=True)
+            if not self._begun[i]:
+                self._begun[i] = True
+                self._begin(i, out, seeded=True)
+            elif running[i]:
+                self._begin(i, out)
 
     def step(self, actions: np.ndarray, out: np.ndarray) -> StepOutcome:
         """Step each environment with its action; ``out[i]`` becomes the next observation to act on.
@@ -111,7 +121,7 @@ class LocalVector:
         outcome, write, infos = self.outcome, self.rows.write, self.outcome.infos
         outcome.begin()
         rewards, terminateds, truncateds = outcome.rewards, outcome.terminateds, outcome.truncateds
-        each_action = actions.tolist() if self._discrete else actions.copy()
+        each_action = list(actions) if self._discrete else actions.copy()
         for i, env in enumerate(self.envs):
             try:
                 observation, rewards[i], terminated, truncated, info = env.step(each_action[i])
@@ -130,7 +140,7 @@ class LocalVector:
         return outcome
 
     def _begin(self, i: int, out: np.ndarray, *, seeded: bool = False) -> None:
-        seed = self._seeds(i, self._starts[i]) if seeded and self._seeds is not None else None
+        seed = self._seeds(i, self.starts[i]) if seeded and self._seeds is not None else None
         try:
             observation, _ = self.envs[i].reset(seed=seed)
             self.rows.write(out, i, observation)
@@ -160,9 +170,13 @@ class LocalVector:
             self.envs[i].close()
         except Exception:
             logger.debug("the broken environment %d could not be closed", i, exc_info=True)
-        self._starts[i] += 1
+        self.starts[i] += 1
         self.envs[i] = self._make(i)
         self._begin(i, out, seeded=True)
+
+    def put(self, envs: list[Any], starts: list[int]) -> None:
+        """Take over environments whose episodes go on, and how often each was made again."""
+        self.envs, self.starts, self._begun = envs, list(starts), [True] * self.size
 
     def close(self) -> None:
         for env in self.envs:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, ClassVar
@@ -10,6 +11,7 @@ import numpy as np
 import torch
 
 from rlmesh.envs.batches.sample_batch import SampleBatch
+from rlmesh.envs.learners.flat_adam import FlatAdam
 from rlmesh.envs.learners.schedule import scheduled
 from rlmesh.envs.modules.rl_module import RLModule
 from rlmesh.errors import UsageError
@@ -51,10 +53,12 @@ class Learner:
         small = sum(p.numel() for p in self._parameters) < SMALL and not convolutions
         self._threads: int | None = self.config.get("torch_threads") or (1 if small else None)
 
-    def make_optimizer(self, parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
-        """The optimizer: Adam."""
+    def make_optimizer(self, parameters: list[torch.nn.Parameter]) -> FlatAdam | torch.optim.Optimizer:
+        """The optimizer: Adam; a subclass may return one of torch's."""
         lr = scheduled(self.config["lr"], 0)
-        return torch.optim.Adam(parameters, lr=lr, eps=self.config["adam_epsilon"], fused=True)
+        if FlatAdam.fits(parameters):
+            return FlatAdam(parameters, lr, eps=self.config["adam_epsilon"])
+        return torch.optim.Adam(parameters, lr=lr, eps=self.config["adam_epsilon"])
 
     def loss(self, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """The loss of a minibatch, and statistics: tensors without axes, averaged over the last epoch.
@@ -124,11 +128,13 @@ class Learner:
 
     def _step(self, part: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         loss, stats = self.loss(part)
-        self.optimizer.zero_grad(set_to_none=True)
+        self.optimizer.zero_grad()
         loss.backward()
-        if self.config["grad_clip"] is not None:
-            norm = torch.nn.utils.clip_grad_norm_(self._parameters, self.config["grad_clip"])
-            stats["grad_norm"] = norm.detach()
+        if (most := self.config["grad_clip"]) is not None:
+            if isinstance(self.optimizer, FlatAdam):
+                stats["grad_norm"] = self.optimizer.clip(most)
+            else:
+                stats["grad_norm"] = torch.nn.utils.clip_grad_norm_(self._parameters, most).detach()
         self.optimizer.step()
         stats["total_loss"] = loss.detach()
         return stats
@@ -136,16 +142,15 @@ class Learner:
     @contextmanager
     def _kept_if_it_fails(self) -> Iterator[None]:
         """Put the weights and the optimizer back if the block raises."""
-        state = self.optimizer.state_dict()
+        state = copy.deepcopy(self.optimizer.state_dict())
         weights = [p.detach().clone() for p in self._parameters]
-        moments = {i: {k: v.clone() for k, v in each.items()} for i, each in state["state"].items()}
         try:
             yield
         except BaseException:
             with torch.no_grad():
                 for p, kept in zip(self._parameters, weights, strict=True):
                     p.copy_(kept)
-            self.optimizer.load_state_dict({**state, "state": moments})
+            self.optimizer.load_state_dict(state)
             raise
 
     def get_state(self) -> dict[str, Any]:

@@ -11,11 +11,14 @@ import torch
 from torch import nn
 
 from rlmesh.envs.batches import columns
+from rlmesh.envs.learners.flat_adam import FlatAdam
 from rlmesh.envs.learners.learner import Learner, threads
 from rlmesh.envs.learners.schedule import scheduled
 from rlmesh.errors import UsageError
 
-__all__ = ["OffPolicyLearner"]
+__all__ = ["AnyOptimizer", "OffPolicyLearner"]
+
+AnyOptimizer = FlatAdam | torch.optim.Optimizer
 
 
 class OffPolicyLearner(Learner):
@@ -43,11 +46,11 @@ class OffPolicyLearner(Learner):
         """The part of the module that has a target."""
         return self.module
 
-    def optimizers(self) -> list[torch.optim.Optimizer]:
+    def optimizers(self) -> list[AnyOptimizer]:
         """All optimizers; their learning rate is ``lr``."""
         return [self.optimizer]
 
-    def adam(self, parameters: Any) -> torch.optim.Optimizer:
+    def adam(self, parameters: Any) -> AnyOptimizer:
         """The optimizer of some parameters."""
         return self.make_optimizer(list(parameters))
 
@@ -89,7 +92,7 @@ class OffPolicyLearner(Learner):
         discount = gamma if steps is None else gamma ** steps.to(torch.float32)
         return torch.where(batch[columns.TERMINATEDS], 0.0, discount)
 
-    def descend(self, name: str, loss: torch.Tensor, optimizer: torch.optim.Optimizer, parameters: Any) -> None:
+    def descend(self, name: str, loss: torch.Tensor, optimizer: AnyOptimizer, parameters: Any) -> None:
         """One step down the gradient of a loss.
 
         Raises:
@@ -99,10 +102,13 @@ class OffPolicyLearner(Learner):
             raise FloatingPointError(
                 f"update {self.updates} gave a {name} of {loss.item()}: look at the rewards, and lower lr"
             )
-        optimizer.zero_grad(set_to_none=True)
+        optimizer.zero_grad()
         loss.backward()
-        if self.config["grad_clip"] is not None:
-            nn.utils.clip_grad_norm_(parameters, self.config["grad_clip"])
+        if (most := self.config["grad_clip"]) is not None:
+            if isinstance(optimizer, FlatAdam):
+                optimizer.clip(most)
+            else:
+                nn.utils.clip_grad_norm_(parameters, most)
         optimizer.step()
 
     @torch.no_grad()

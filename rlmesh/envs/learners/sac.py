@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from rlmesh.envs.batches import columns
-from rlmesh.envs.learners.off_policy import OffPolicyLearner
+from rlmesh.envs.learners.off_policy import AnyOptimizer, OffPolicyLearner
 from rlmesh.envs.modules.continuous import SACModule, TwinCritic
 
 __all__ = ["SACLearner"]
@@ -38,7 +38,7 @@ class SACLearner(OffPolicyLearner):
     def followed(self) -> TwinCritic:
         return self.module.critic
 
-    def optimizers(self) -> list[torch.optim.Optimizer]:
+    def optimizers(self) -> list[AnyOptimizer]:
         return [self.optimizer, self.actor_optimizer, self.alpha_optimizer]
 
     def step(self, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

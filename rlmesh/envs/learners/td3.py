@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from rlmesh.envs.batches import columns
-from rlmesh.envs.learners.off_policy import OffPolicyLearner
+from rlmesh.envs.learners.off_policy import AnyOptimizer, OffPolicyLearner
 from rlmesh.envs.modules.continuous import TD3Module
 
 __all__ = ["TD3Learner"]
@@ -33,7 +33,7 @@ class TD3Learner(OffPolicyLearner):
     def followed(self) -> nn.Module:
         return nn.ModuleDict({"actor": self.module.actor, "critic": self.module.critic})
 
-    def optimizers(self) -> list[torch.optim.Optimizer]:
+    def optimizers(self) -> list[AnyOptimizer]:
         return [self.optimizer, self.actor_optimizer]
 
     def step(self, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

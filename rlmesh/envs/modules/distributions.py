@@ -129,14 +129,16 @@ class GaussianActions(ActionDistribution):
 
     def sample(self, inputs: np.ndarray, noise: np.ndarray) -> np.ndarray:
         actions: np.ndarray = inputs[..., : self.dim] + np.exp(inputs[..., self.dim :]) * noise
-        return np.reshape(actions, (*actions.shape[:-1], *self.shape))
+        shaped: np.ndarray = actions.reshape(*actions.shape[:-1], *self.shape)
+        return shaped
 
     def mode(self, inputs: np.ndarray) -> np.ndarray:
-        means: np.ndarray = inputs[..., : self.dim].reshape(*inputs.shape[:-1], *self.shape)
+        means: np.ndarray = np.reshape(inputs[..., : self.dim], (*inputs.shape[:-1], *self.shape))
         return means
 
     def to_env(self, actions: np.ndarray) -> np.ndarray:
-        return np.clip(actions, self.low, self.high)
+        clipped: np.ndarray = np.clip(actions, self.low, self.high)
+        return clipped
 
     def log_prob(self, inputs: torch.Tensor, actions: torch.Tensor) -> torch.Tensor:
         mean, log_std = inputs[..., : self.dim], inputs[..., self.dim :]

@@ -96,7 +96,9 @@ class ModulePolicy(Policy):
     def values_of(self, observations: np.ndarray) -> np.ndarray:
         """Values of observations, ``[rows]``, float32."""
         parts = [observations[i : i + VALUE_ROWS] for i in range(0, len(observations), VALUE_ROWS)]
-        each = [self.module.compute_values({columns.OBS: torch.from_numpy(part)}).float().numpy() for part in parts]
+        each = [
+            self.module.compute_values({columns.OBS: torch.from_numpy(part)}).detach().float().numpy() for part in parts
+        ]
         return np.concatenate(each) if each else np.zeros(0, np.float32)
 
     @torch.inference_mode()
@@ -143,11 +145,11 @@ class ModuleExplorer(Explorer):
             with torch.inference_mode():
                 outputs = dict(self._forward({columns.OBS: torch.from_numpy(observations)}))
             if columns.ACTIONS in outputs:
-                actions = outputs.pop(columns.ACTIONS).numpy()
+                actions = outputs.pop(columns.ACTIONS).detach().numpy()
                 self._keep(time, outputs)
                 self.actions[:, time] = actions
                 return self.actions[:, time]
-            inputs = outputs.pop(columns.ACTION_DIST_INPUTS).numpy()
+            inputs = outputs.pop(columns.ACTION_DIST_INPUTS).detach().numpy()
         assert self._distribution is not None, "a module without a distribution returns actions"
         self._inputs[:, time] = inputs
         noise = self._noise
@@ -159,7 +161,7 @@ class ModuleExplorer(Explorer):
 
     def _keep(self, time: int, outputs: Mapping[str, torch.Tensor]) -> None:
         for name, value in outputs.items():
-            array = value.numpy()
+            array = value.detach().numpy()
             if name not in self.extra:
                 self.extra[name] = np.zeros((self.size, self.steps, *array.shape[1:]), array.dtype)
             self.extra[name][:, time] = array

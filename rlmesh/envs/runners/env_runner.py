@@ -24,8 +24,12 @@ __all__ = ["DEFAULT_POLICY", "EnvRunner", "RolloutWorker"]
 logger = logging.getLogger(__name__)
 
 DEFAULT_POLICY = "default_policy"
+KEPT = ("_obs", "_raw", "_eps_id", "_t", "_returns")
+"""Arrays of a runner's state, if its environments can be pickled."""
 CONNECTORS = "__connectors__"
 """Key of the connectors' shared state among the weights."""
+POLICY_PLACE = 0xFFFF
+"""The place of the policy among the environments, for its seed."""
 EPISODE_CHUNK = 64
 """Time steps between two looks at the number of finished episodes, when episodes are asked for."""
 VECTORIZE_MODES = ("local", "sync", "async", "vector_entry_point")
@@ -79,12 +83,12 @@ class EnvRunner:
         config = dict(policy_config or {})
         if seed is not None:
             config.setdefault("model_seed", seed)
-            config["seed"] = env_seed(seed, worker_index, -1 & 0xFFFF, start)
+            config["seed"] = env_seed(seed, worker_index, POLICY_PLACE, start)
         self.policy = policy_class(self.observation_space, self._vector.action_space, config)
         self.weights_version = -1
-        self._obs = self._empty(self.num_envs)
+        self._obs, self._raw = self._empty(self.num_envs), self._vector.rows.empty(self.num_envs)
         self._stats = EpisodeStats()
-        self._must_reset = True
+        self._must_reset, self._obs_known = True, False
         # 2 ** 22 runners, 2 ** 12 restarts, 2 ** 29 episodes: unique over all runners of a run.
         self._next_episode = (worker_index << 41) | ((start & 0xFFF) << 29)
         self._eps_id = np.zeros(self.num_envs, np.int64)
@@ -197,14 +201,17 @@ class EnvRunner:
         state: dict[str, Any] = {"rng": self.policy.rng.bit_generator.state, "next_episode": self._next_episode}
         if self.connectors:
             state["connectors"] = self.connectors.state()
-        if self._must_reset or not isinstance(self._vector, LocalVector):
+        if not isinstance(self._vector, LocalVector):
+            return state
+        state["starts"] = list(self._vector.starts)
+        if self._must_reset:
             return state
         try:
             state["envs"] = cloudpickle.dumps(self._vector.envs)
         except Exception as error:
             logger.warning("the environments cannot be pickled, so a restored run begins new episodes: %s", error)
             return state
-        kept = {name: getattr(self, name).copy() for name in ("_obs", "_eps_id", "_t", "_returns")}
+        kept = {name: getattr(self, name).copy() for name in KEPT}
         return {**state, **kept}
 
     def set_state(self, state: Mapping[str, Any]) -> None:
@@ -216,10 +223,16 @@ class EnvRunner:
         if "connectors" in state:
             self.connectors.set_state(state["connectors"])
         self._must_reset = "envs" not in state or len(state["_obs"]) != self.num_envs
-        if not self._must_reset and isinstance(self._vector, LocalVector):
+        self._obs_known = not self._must_reset
+        if not isinstance(self._vector, LocalVector):
+            return
+        if self._must_reset:  # with other seeds than those of the beginning
+            self._vector.starts = [start + 1 for start in state.get("starts", self._vector.starts)][: self.num_envs]
+            self._vector.starts += [1] * (self.num_envs - len(self._vector.starts))
+        else:
             self._vector.close()
-            self._vector.envs = cloudpickle.loads(state["envs"])
-            for name in ("_obs", "_eps_id", "_t", "_returns"):
+            self._vector.put(cloudpickle.loads(state["envs"]), state["starts"])
+            for name in KEPT:
                 setattr(self, name, state[name].copy())
 
     def stop(self) -> None:
@@ -267,10 +280,12 @@ class EnvRunner:
         return env_seed(self.seed, self.worker_index, index, (self.start << 16) | start)
 
     def _begin_all(self) -> None:
-        raw = self._obs if not self.connectors else self._vector.rows.empty(self.num_envs)
-        self._vector.reset(raw)
+        # Connectors get observations as the environments gave them, which are kept for those that begin no episode.
+        raw = self._raw if self.connectors else self._obs
+        self._vector.reset(raw, self._t > 0 if self._obs_known else np.ones(self.num_envs, bool))
         if self.connectors:
             self._obs = self.connectors.observe(raw, np.ones(self.num_envs, bool))
+        self._obs_known = True
         for i in range(self.num_envs):
             self._new_episode(i)
         self._must_reset = False
@@ -285,9 +300,9 @@ class EnvRunner:
         """Step all environments ``steps`` times."""
         if self._must_reset:
             self._begin_all()
-        n, rows = self.num_envs, self._vector.rows
+        n = self.num_envs
         obs, after, connectors = self._empty(n, steps), self._empty(n), self.connectors
-        raw = rows.empty(n) if connectors else None
+        raw = self._raw if connectors else None
         rewards, valid = np.zeros((n, steps), np.float32), np.ones((n, steps), bool)
         terminateds, truncateds = np.zeros((n, steps), bool), np.zeros((n, steps), bool)
         t, eps_id = np.zeros((n, steps), np.int64), np.zeros((n, steps), np.int64)
@@ -295,7 +310,7 @@ class EnvRunner:
         ended: list[tuple[int, int, np.ndarray]] = []
         explorer = self.policy.explorer(steps, n, explore=self.explore)
         obs[:, 0] = self._obs
-        self._must_reset = True  # if a step raises, no half-known state goes on
+        self._must_reset, self._obs_known = True, False  # if a step raises, no half-known state goes on
         for time in range(steps):
             t[:, time], eps_id[:, time] = self._t, self._eps_id
             actions = explorer.act(time, obs[:, time])
@@ -320,7 +335,7 @@ class EnvRunner:
                 if not self._vector.resets_later:
                     first[outcome.ended] = True
                 out[:] = connectors.observe(raw, first)
-        self._obs, self._must_reset = after, False
+        self._obs, self._must_reset, self._obs_known = after, False, True
         given = {
             columns.OBS: obs, columns.REWARDS: rewards, columns.TERMINATEDS: terminateds,
             columns.TRUNCATEDS: truncateds, columns.T: t, columns.EPS_ID: eps_id, **explorer.columns(),
@@ -337,7 +352,7 @@ class EnvRunner:
         for name, array in (("a reward", rewards), ("an observation", obs)):
             if array.dtype.kind == "f" and np.isnan(array).any():
                 i, time = np.argwhere(np.isnan(array))[0][:2]
-                self._must_reset = True
+                self._must_reset, self._obs_known = True, False
                 raise FloatingPointError(
                     f"environment {i} of runner {self.worker_index} returned {name} that is NaN, in step {time} of the "
                     "fragment"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import sys
 import threading
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -219,7 +220,7 @@ class EnvRunnerGroup:
 
         number = self.num_env_runners
         config = {"runner": cloudpickle.dumps(runner)}
-        role = DLJobBuilder().config(config).role(ROLE).run(RemoteEnvRunner).total(number)
+        role = DLJobBuilder().config(config).role(ROLE).run(_role_class()).total(number)
         job = role.restart("member", max_restarts=max_restarts, delay_s=0.05, max_delay_s=1.0).build()
         self._handle = job.start(f"env-runners-{next(_numbers)}", view="none", run_dir=run_dir)
         self._stack.append(self._handle.__enter__())
@@ -245,6 +246,15 @@ def _shares(num_steps: int | None, num_episodes: int | None, number: int) -> lis
         raise UsageError(f"sample: a whole number of at least 1, not {total!r}")
     each = [total // number + (i < total % number) for i in range(number)]
     return [{name: int(share)} if share else None for share in each]
+
+
+def _role_class() -> type[RemoteEnvRunner]:
+    """The role's class: that with torch if this process has imported torch, as the policy's module does."""
+    if "torch" not in sys.modules:
+        return RemoteEnvRunner
+    from rlmesh.envs.runners.remote_torch import TorchEnvRunner
+
+    return TorchEnvRunner
 
 
 def _end_with_the_program(handle: JobHandle) -> None:

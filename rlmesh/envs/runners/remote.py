@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import random
+import sys
 from typing import Any
 
+import numpy as np
+
 from rlmesh import current_worker, rpc
+from rlmesh.envs.environments.local_vector import env_seed
 from rlmesh.envs.runners.env_runner import EnvRunner
-from rlmesh.errors import UsageError
 
-__all__ = ["RemoteEnvRunner", "StaleWeights"]
+__all__ = ["RemoteEnvRunner"]
 
-
-class StaleWeights(UsageError):
-    """The runner has other weights than the call expects; it has restarted since it received them."""
+GLOBAL_GENERATORS = 0xFFFE
+"""The place of the generators of the process among the environments, for their seed."""
 
 
 class RemoteEnvRunner:
@@ -22,8 +25,13 @@ class RemoteEnvRunner:
         import cloudpickle
 
         worker = current_worker()
-        use_one_thread()
         given = cloudpickle.loads(worker.job_info.user_config["runner"])
+        if given.get("seed") is not None:  # environments that draw from the process's generators repeat too
+            seed = env_seed(given["seed"], worker.rank + 1, GLOBAL_GENERATORS, worker.incarnation)
+            random.seed(seed)
+            np.random.seed(seed & 0xFFFF_FFFF)
+            if (torch := sys.modules.get("torch")) is not None:
+                torch.manual_seed(seed)
         self.runner = EnvRunner(**given, worker_index=worker.rank + 1, start=worker.incarnation)
 
     @rpc
@@ -60,12 +68,3 @@ class RemoteEnvRunner:
     def teardown(self) -> None:
         if hasattr(self, "runner"):
             self.runner.stop()
-
-
-def use_one_thread() -> None:
-    """Let torch, if it is there, use one thread: runners share the cores, and their networks are small."""
-    try:
-        import torch
-    except ModuleNotFoundError:
-        return
-    torch.set_num_threads(1)

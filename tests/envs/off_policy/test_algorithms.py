@@ -110,7 +110,7 @@ def test_algorithms_are_known_by_name(name: str) -> None:
 
 @pytest.mark.slow
 def test_dqn_balances_a_pole() -> None:
-    config = DQNConfig().environment("CartPole-v1").debugging(seed=0).evaluation(evaluation_duration=10)
+    config: Any = DQNConfig().environment("CartPole-v1").debugging(seed=0).evaluation(evaluation_duration=10)
     with config.build() as algorithm:
         while algorithm.env_steps_sampled < 20_000:
             algorithm.train()
