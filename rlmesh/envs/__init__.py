@@ -13,7 +13,9 @@ Public names are imported on first use; batches, runners and settings need no to
 ``learners``
     `Learner`: updates a module with batches.
 ``algorithms``
-    `AlgorithmConfig` and `Algorithm`; PPO, VPG, A2C.
+    `AlgorithmConfig` and `Algorithm`; PPO, VPG, A2C, DQN, SAC, TD3.
+``replay``, ``connectors``, ``checks``
+    Replay buffers; steps between environments and policy; faults of environments.
 """
 
 from __future__ import annotations
@@ -24,6 +26,12 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from rlmesh.envs.algorithms.algorithm import Algorithm as Algorithm
     from rlmesh.envs.algorithms.algorithm_config import AlgorithmConfig as AlgorithmConfig
+    from rlmesh.envs.algorithms.continuous import SAC as SAC
+    from rlmesh.envs.algorithms.continuous import TD3 as TD3
+    from rlmesh.envs.algorithms.continuous import SACConfig as SACConfig
+    from rlmesh.envs.algorithms.continuous import TD3Config as TD3Config
+    from rlmesh.envs.algorithms.dqn import DQN as DQN
+    from rlmesh.envs.algorithms.dqn import DQNConfig as DQNConfig
     from rlmesh.envs.algorithms.named import get_algorithm_class as get_algorithm_class
     from rlmesh.envs.algorithms.pg import A2C as A2C
     from rlmesh.envs.algorithms.pg import PG as PG
@@ -58,6 +66,12 @@ _WHERE = {
     "ActorCriticModule": "rlmesh.envs.modules.rl_module",
     "Algorithm": "rlmesh.envs.algorithms.algorithm",
     "AlgorithmConfig": "rlmesh.envs.algorithms.algorithm_config",
+    "DQN": "rlmesh.envs.algorithms.dqn",
+    "DQNConfig": "rlmesh.envs.algorithms.dqn",
+    "SAC": "rlmesh.envs.algorithms.continuous",
+    "SACConfig": "rlmesh.envs.algorithms.continuous",
+    "TD3": "rlmesh.envs.algorithms.continuous",
+    "TD3Config": "rlmesh.envs.algorithms.continuous",
     "EnvContext": "rlmesh.envs.environments.registry",
     "EnvRunner": "rlmesh.envs.runners.env_runner",
     "EnvRunnerGroup": "rlmesh.envs.runners.env_runner_group",

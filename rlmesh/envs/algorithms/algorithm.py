@@ -74,6 +74,7 @@ class Algorithm:
             "new_obs": self.wants_new_obs, "infos": False, "explore": config["explore"],
             "restart_failed_sub_environments": config["restart_failed_sub_environments"],
             "vectorize_mode": config["vectorize_mode"], "sample_timeout_s": config["sample_timeout_s"],
+            "connectors": config["connectors"],
         }  # fmt: skip
 
     wants_new_obs = False
@@ -109,10 +110,12 @@ class Algorithm:
         from rlmesh.envs.runners.episode_stats import EpisodeStats
 
         parts: list[EpisodeStats] = []
+        steps = 0
         while True:
             learners = self.training_step()
             parts.append(self.env_runner_group.take_stats())
-            if sum(part.env_steps for part in parts) >= self.config["min_env_steps_per_iteration"]:
+            steps += parts[-1].env_steps
+            if steps >= self.config["min_env_steps_per_iteration"]:
                 break
         stats = EpisodeStats.merged(parts)
         self.window.add(stats)
@@ -154,6 +157,7 @@ class Algorithm:
             seed = config["seed"]
             arguments["seed"] = None if seed is None else seed + 1_000_003
             arguments["policy_config"] = {**arguments["policy_config"], "estimate_advantages": None}
+            arguments["learn_connectors"] = False
             number = config["evaluation_num_env_runners"]
             self._evaluation = EnvRunnerGroup(**arguments, num_env_runners=number)
         self._evaluation.local_env_runner.set_weights(self.env_runner.get_weights())
@@ -183,6 +187,7 @@ class Algorithm:
         rows.write(row, 0, observation)
         chosen = self.config["explore"] if explore is None else explore
         policy = self.get_policy()
+        row = self.env_runner.connectors.single(row)
         action = policy.explorer(1, 1, explore=chosen).act(0, row)[0]
         return action.item() if np.ndim(action) == 0 else action
 
@@ -201,6 +206,7 @@ class Algorithm:
             "policies": {name: policy.get_state() for name, policy in self.env_runner.policy_map.items()},
             "window": self.window.get_state(),
             "counters": {name: getattr(self, name) for name in checkpoint.COUNTERS},
+            "connectors": self.env_runner.connectors.shared_state(),
         }
 
     def set_state(self, state: Mapping[str, Any]) -> None:
@@ -210,6 +216,7 @@ class Algorithm:
         self.window.set_state(state["window"])
         for name, value in state["counters"].items():
             setattr(self, name, value)
+        self.env_runner.connectors.set_shared_state(state["connectors"])
         self.env_runner_group.sync_weights()
 
     def save(self, checkpoint_dir: str | Path) -> str:

@@ -66,7 +66,8 @@ class AlgorithmConfig:
         Args:
             settings: ``num_env_runners`` (0: in this process), ``num_envs_per_env_runner``,
                 ``rollout_fragment_length`` (steps of each environment per sample, or ``"auto"``: the batch divided by
-                the number of environments), ``explore``, ``vectorize_mode``, ``sample_timeout_s``.
+                the number of environments), ``explore``, ``vectorize_mode``, ``sample_timeout_s``,
+                ``connectors`` (objects of `rlmesh.envs.connectors`, applied in their order).
         """
         return self._set("env_runners", settings)
 

@@ -15,8 +15,11 @@ __all__ = ["ALGORITHMS", "get_algorithm_class"]
 
 ALGORITHMS = {
     "A2C": "rlmesh.envs.algorithms.pg",
+    "DQN": "rlmesh.envs.algorithms.dqn",
     "PG": "rlmesh.envs.algorithms.pg",
     "PPO": "rlmesh.envs.algorithms.ppo",
+    "SAC": "rlmesh.envs.algorithms.continuous",
+    "TD3": "rlmesh.envs.algorithms.continuous",
     "VPG": "rlmesh.envs.algorithms.pg",
 }
 """Modules of the built-in algorithms; ``NameConfig`` beside ``Name`` has the settings."""

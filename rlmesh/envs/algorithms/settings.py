@@ -14,7 +14,7 @@ SECTIONS: dict[str, dict[str, Any]] = {
     "environment": {"env": None, "env_config": {}, "disable_env_checking": True},
     "env_runners": {
         "num_env_runners": 0, "num_envs_per_env_runner": 1, "rollout_fragment_length": "auto", "explore": True,
-        "vectorize_mode": "local", "sample_timeout_s": 600.0,
+        "vectorize_mode": "local", "sample_timeout_s": 600.0, "connectors": (),
     },
     "training": {
         "lr": 3e-4, "gamma": 0.99, "train_batch_size": 4000, "grad_clip": 0.5, "model": {}, "num_epochs": 1,
@@ -52,7 +52,7 @@ NOT_THERE: dict[str, str] = {
     "batch_mode": "fragments of episodes are bootstrapped, so whole episodes are not needed; leave the setting out",
     "num_gpus": "GPUs cannot be chosen yet; leave the setting out",
     "num_gpus_per_learner": "GPUs cannot be chosen yet; leave the setting out",
-    "observation_filter": "connectors take the place of filters, and are not there yet",
+    "observation_filter": "for MeanStdFilter, set connectors=[ObservationNormalizer()], of rlmesh.envs.connectors",
     "num_cpus_per_env_runner": "a remote runner is one process on one core; leave the setting out",
 }
 """Settings of RLlib without a counterpart, and the reason."""

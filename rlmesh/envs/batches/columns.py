@@ -8,6 +8,7 @@ __all__ = [
     "ACTION_LOGP",
     "ADVANTAGES",
     "DONES",
+    "ENV_REWARDS",
     "EPS_ID",
     "INFOS",
     "NEW_OBS",
@@ -25,6 +26,8 @@ OBS = "obs"
 NEW_OBS = "new_obs"
 ACTIONS = "actions"
 REWARDS = "rewards"
+ENV_REWARDS = "env_rewards"
+"""The rewards of the environment, where a connector has changed ``rewards``."""
 TERMINATEDS = "terminateds"
 TRUNCATEDS = "truncateds"
 DONES = "dones"

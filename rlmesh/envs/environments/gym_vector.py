@@ -41,7 +41,7 @@ class GymVector:
                 f"the vector environment {env} has metadata['autoreset_mode'] = {mode!r}; it must name one of "
                 "gymnasium.vector.AutoresetMode, since the mode decides which observation is an episode's last"
             )
-        self.env, self._seed = env, seed
+        self.env, self._seed, self.resets_later = env, seed, self.mode == NEXT_STEP
         self.size = int(env.num_envs)
         self.action_space = env.single_action_space
         self.rows = ObservationRows(env.single_observation_space)

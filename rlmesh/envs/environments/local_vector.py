@@ -78,6 +78,9 @@ class LocalVector:
         infos: collect infos.
     """
 
+    resets_later = False
+    """True if an ended episode's environment is reset by the next step, and not by the same one."""
+
     def __init__(
         self, make: Callable[[int], Any], size: int, seeds: Callable[[int, int], int] | None, *, restart: bool = True,
         infos: bool = False, first: Any = None,

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import numpy as np
 
 from rlmesh.envs.batches import columns
 from rlmesh.envs.batches.sample_batch import SampleBatch
+from rlmesh.envs.connectors.connector import Connector, ConnectorPipeline
 from rlmesh.envs.environments.gym_vector import GymVector
 from rlmesh.envs.environments.local_vector import LocalVector, env_seed
 from rlmesh.envs.environments.registry import EnvContext, EnvCreator, did_you_mean, env_creator_of
@@ -23,6 +24,10 @@ __all__ = ["DEFAULT_POLICY", "EnvRunner", "RolloutWorker"]
 logger = logging.getLogger(__name__)
 
 DEFAULT_POLICY = "default_policy"
+KEPT = ("_obs", "_raw", "_eps_id", "_t", "_returns")
+"""Arrays of a runner's state, if its environments can be pickled."""
+CONNECTORS = "__connectors__"
+"""Key of the connectors' shared state among the weights."""
 POLICY_PLACE = 0xFFFF
 """The place of the policy among the environments, for its seed."""
 EPISODE_CHUNK = 64
@@ -48,6 +53,8 @@ class EnvRunner:
         restart_failed_sub_environments: an environment that raises is made again; False: its error is raised.
         vectorize_mode: ``local`` steps environments in this process; the others are those of ``gymnasium.make_vec``,
             for ids of Gymnasium.
+        connectors: change observations and rewards on their way to the policy; see `rlmesh.envs.connectors`.
+        learn_connectors: False leaves the statistics of connectors as they are.
 
     Raises:
         UsageError: arguments or spaces that cannot work.
@@ -59,6 +66,7 @@ class EnvRunner:
         rollout_fragment_length: int = 200, seed: int | None = None, worker_index: int = 0, num_workers: int = 0,
         start: int = 0, new_obs: bool = True, infos: bool = True, explore: bool = True,
         restart_failed_sub_environments: bool = True, vectorize_mode: str = "local",
+        connectors: Iterable[Connector] = (), learn_connectors: bool = True,
     ) -> None:  # fmt: skip
         for name, value in (("num_envs", num_envs), ("rollout_fragment_length", rollout_fragment_length)):
             if type(value) is not int or value < 1:
@@ -70,13 +78,15 @@ class EnvRunner:
         self.num_workers = num_workers
         self._vector = self._vector_of(env_creator, num_envs, vectorize_mode, restart_failed_sub_environments)
         self.num_envs = self._vector.size
+        spaces = self._vector.rows.space
+        self.connectors = ConnectorPipeline(connectors, spaces, self.num_envs, learn=learn_connectors)
         config = dict(policy_config or {})
         if seed is not None:
             config.setdefault("model_seed", seed)
             config["seed"] = env_seed(seed, worker_index, POLICY_PLACE, start)
-        self.policy = policy_class(self._vector.rows.space, self._vector.action_space, config)
+        self.policy = policy_class(self.observation_space, self._vector.action_space, config)
         self.weights_version = -1
-        self._obs = self._vector.rows.empty(self.num_envs)
+        self._obs, self._raw = self._empty(self.num_envs), self._vector.rows.empty(self.num_envs)
         self._stats = EpisodeStats()
         self._must_reset, self._obs_known = True, False
         # 2 ** 22 runners, 2 ** 12 restarts, 2 ** 29 episodes: unique over all runners of a run.
@@ -92,7 +102,12 @@ class EnvRunner:
     @property
     def observation_space(self) -> Any:
         """The space of a row of the column ``obs``."""
-        return self._vector.rows.space
+        return self.connectors.space
+
+    def _empty(self, *shape: int) -> np.ndarray:
+        """An array of zeros for observations as the policy gets them."""
+        space = self.observation_space
+        return np.zeros((*shape, *(space.shape or ())), space.dtype)
 
     @property
     def action_space(self) -> Any:
@@ -151,7 +166,8 @@ class EnvRunner:
 
     def get_weights(self) -> dict[str, Any]:
         """Weights by policy id."""
-        return {DEFAULT_POLICY: self.policy.get_weights()}
+        weights = {DEFAULT_POLICY: self.policy.get_weights()}
+        return {**weights, CONNECTORS: self.connectors.shared_state()} if self.connectors else weights
 
     def set_weights(self, weights: Mapping[str, Any], version: int | None = None) -> None:
         """Take over weights by policy id, as `get_weights` returns them.
@@ -159,10 +175,12 @@ class EnvRunner:
         Args:
             version: number of these weights, kept as `weights_version`.
         """
-        unknown = [policy_id for policy_id in weights if policy_id != DEFAULT_POLICY]
+        unknown = [policy_id for policy_id in weights if policy_id not in (DEFAULT_POLICY, CONNECTORS)]
         if unknown:
             raise UsageError(f"set_weights: {{{DEFAULT_POLICY!r}: weights}}; there is no policy {unknown[0]!r}")
         self.policy.set_weights(weights[DEFAULT_POLICY])
+        if CONNECTORS in weights:
+            self.connectors.set_shared_state(weights[CONNECTORS])
         self.weights_version = self.weights_version + 1 if version is None else version
 
     def foreach_env(self, fn: Callable[[Any], Any]) -> list[Any]:
@@ -181,6 +199,8 @@ class EnvRunner:
         import cloudpickle
 
         state: dict[str, Any] = {"rng": self.policy.rng.bit_generator.state, "next_episode": self._next_episode}
+        if self.connectors:
+            state["connectors"] = self.connectors.state()
         if not isinstance(self._vector, LocalVector):
             return state
         state["starts"] = list(self._vector.starts)
@@ -191,7 +211,7 @@ class EnvRunner:
         except Exception as error:
             logger.warning("the environments cannot be pickled, so a restored run begins new episodes: %s", error)
             return state
-        kept = {name: getattr(self, name).copy() for name in ("_obs", "_eps_id", "_t", "_returns")}
+        kept = {name: getattr(self, name).copy() for name in KEPT}
         return {**state, **kept}
 
     def set_state(self, state: Mapping[str, Any]) -> None:
@@ -200,6 +220,8 @@ class EnvRunner:
 
         self.policy.rng.bit_generator.state = state["rng"]
         self._next_episode, self._stats = state["next_episode"], EpisodeStats()
+        if "connectors" in state:
+            self.connectors.set_state(state["connectors"])
         self._must_reset = "envs" not in state or len(state["_obs"]) != self.num_envs
         self._obs_known = not self._must_reset
         if not isinstance(self._vector, LocalVector):
@@ -210,7 +232,7 @@ class EnvRunner:
         else:
             self._vector.close()
             self._vector.put(cloudpickle.loads(state["envs"]), state["starts"])
-            for name in ("_obs", "_eps_id", "_t", "_returns"):
+            for name in KEPT:
                 setattr(self, name, state[name].copy())
 
     def stop(self) -> None:
@@ -258,7 +280,11 @@ class EnvRunner:
         return env_seed(self.seed, self.worker_index, index, (self.start << 16) | start)
 
     def _begin_all(self) -> None:
-        self._vector.reset(self._obs, self._t > 0 if self._obs_known else np.ones(self.num_envs, bool))
+        # Connectors get observations as the environments gave them, which are kept for those that begin no episode.
+        raw = self._raw if self.connectors else self._obs
+        self._vector.reset(raw, self._t > 0 if self._obs_known else np.ones(self.num_envs, bool))
+        if self.connectors:
+            self._obs = self.connectors.observe(raw, np.ones(self.num_envs, bool))
         self._obs_known = True
         for i in range(self.num_envs):
             self._new_episode(i)
@@ -274,8 +300,9 @@ class EnvRunner:
         """Step all environments ``steps`` times."""
         if self._must_reset:
             self._begin_all()
-        n, rows = self.num_envs, self._vector.rows
-        obs, after = rows.empty(n, steps), rows.empty(n)
+        n = self.num_envs
+        obs, after, connectors = self._empty(n, steps), self._empty(n), self.connectors
+        raw = self._raw if connectors else None
         rewards, valid = np.zeros((n, steps), np.float32), np.ones((n, steps), bool)
         terminateds, truncateds = np.zeros((n, steps), bool), np.zeros((n, steps), bool)
         t, eps_id = np.zeros((n, steps), np.int64), np.zeros((n, steps), np.int64)
@@ -287,7 +314,8 @@ class EnvRunner:
         for time in range(steps):
             t[:, time], eps_id[:, time] = self._t, self._eps_id
             actions = explorer.act(time, obs[:, time])
-            outcome = self._vector.step(actions, obs[:, time + 1] if time + 1 < steps else after)
+            out = obs[:, time + 1] if time + 1 < steps else after
+            outcome = self._vector.step(actions, out if raw is None else raw)
             rewards[:, time], valid[:, time] = outcome.rewards, outcome.valid
             terminateds[:, time], truncateds[:, time] = outcome.terminateds, outcome.truncateds
             if infos is not None:
@@ -295,13 +323,18 @@ class EnvRunner:
             self._returns += outcome.rewards
             self._t += outcome.valid
             for i, last in zip(outcome.ended, outcome.final, strict=True):
-                ended.append((i, time, last))
+                ended.append((i, time, connectors.last(last, i)))
                 self._stats.returns.append(float(self._returns[i]))
                 self._stats.lengths.append(int(self._t[i]))
                 self._new_episode(i)
             for i in outcome.cut:
                 self._stats.cut += 1
                 self._new_episode(i)
+            if raw is not None:
+                first = ~outcome.valid
+                if not self._vector.resets_later:
+                    first[outcome.ended] = True
+                out[:] = connectors.observe(raw, first)
         self._obs, self._must_reset, self._obs_known = after, False, True
         given = {
             columns.OBS: obs, columns.REWARDS: rewards, columns.TERMINATEDS: terminateds,
@@ -310,6 +343,8 @@ class EnvRunner:
         if infos is not None:
             given[columns.INFOS] = infos
         self._require_numbers(rewards, obs)
+        if (changed := connectors.rewards(rewards)) is not rewards:
+            given[columns.ENV_REWARDS], given[columns.REWARDS] = rewards, changed
         return Fragment(n, steps, given, valid, after, ended)
 
     def _require_numbers(self, rewards: np.ndarray, obs: np.ndarray) -> None:
@@ -359,7 +394,8 @@ class EnvRunner:
         stats.env_steps += len(batch)
         for episode in batch.split_by_episode():
             if episode[columns.DONES][-1]:
-                stats.returns.append(float(episode[columns.REWARDS].sum(dtype=np.float64)))
+                rewards = episode.get(columns.ENV_REWARDS, episode[columns.REWARDS])
+                stats.returns.append(float(rewards.sum(dtype=np.float64)))
                 stats.lengths.append(len(episode))
         self._stats = stats
         return batch

@@ -144,10 +144,24 @@ class EnvRunnerGroup:
         """Send the local runner's weights to the remote runners, and wait until they have them."""
         self._version += 1
         self.local_env_runner.weights_version = self._version
+        self._merge_connectors()
         if self._remote is not None:
             self._weights = self.local_env_runner.get_weights()
             group = self._remote.options(timeout_s=self.timeout_s, idempotent=True)
             group.call("set_weights", self._weights, self._version).result()
+
+    def _merge_connectors(self) -> None:
+        """Merge what the connectors of all runners have learnt into those of the local runner, in a fixed order."""
+        connectors = self.local_env_runner.connectors
+        if not connectors:
+            return
+        deltas = [connectors.take_delta()]
+        if self._remote is not None:
+            import cloudpickle
+
+            group = self._remote.options(timeout_s=self.timeout_s, idempotent=True)
+            deltas += group.call("apply", cloudpickle.dumps(lambda runner: runner.connectors.take_delta())).result()
+        connectors.merge(deltas)
 
     def foreach_worker(
         self, func: Callable[[EnvRunner], Any], *, local_env_runner: bool = True, local_worker: bool | None = None
