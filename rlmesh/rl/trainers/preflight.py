@@ -37,6 +37,10 @@ def check(run: Run) -> str:
         UsageError: lists all faults, with the row where a row is at fault.
     """
     faults = [*quick_faults(**{name: getattr(run, name) for name in QUICK}), *_names_that_occur_twice(run.scored)]
+    if run.restore is not None or run.restore_parts != ("weights",):
+        from rlmesh.rl.checkpoints.restoring import restore_faults  # loads torch
+
+        faults += restore_faults(run)
     counts: list[str] = []
     if not faults:
         faults = [*_slow_faults(run, counts)]
