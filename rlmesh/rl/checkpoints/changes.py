@@ -78,7 +78,8 @@ def changes(before: Mapping[str, Any], now: Mapping[str, Any], step: int) -> str
             return "data: other rows, or in another order"
         return f"{name}={_short(now, name)}, before {_short(before, name)}"
 
-    if refused := [name for name in differing if name in FIXED]:
+    # A setting that only one of them has belongs to a part that the other lacks.
+    if refused := [name for name in differing if name in FIXED and name in before and name in now]:
         raise UsageError(
             f"the run cannot go on from step {step} with these settings:\n  "
             + "\n  ".join(f"{shown(name)} ({FIXED[name]})" for name in refused)
@@ -87,6 +88,8 @@ def changes(before: Mapping[str, Any], now: Mapping[str, Any], step: int) -> str
     lines = []
     for name in differing:
         effect = "the same training up to rounding" if name in ROUNDING else f"from step {step + 1} on"
+        if name == "steps":
+            effect = "the end of the run, and of a learning rate that falls"
         lines.append(f"{shown(name)}: {effect}")
     return f"settings changed since step {step} was saved:\n  " + "\n  ".join(lines) if lines else ""
 

@@ -59,7 +59,7 @@ class TrainerCheckpoints:
         self._objects, self._position, self._tell = objects, position, tell
         self._first = encoded(self._state({}))
         self._settings = described(run)
-        self._compared = self._disk_told = False
+        self._compared = self._disk_told = self._best_told = False
 
     def step_after(self, reached: set[int]) -> int:
         """The step to which all roles go.
@@ -123,12 +123,16 @@ class TrainerCheckpoints:
         state = self._state(metrics)
         self._note(Progress(step, self.lost, _light(encoded(state))))
         best = self.run.keep_best.removeprefix("-")
-        if best and self.writer.begun == step and best not in metrics:
-            self._tell(
-                f"keep_best={self.run.keep_best!r}: step {step} has no metric {best!r}, so it cannot be the best"
-            )
+        if best and self.writer.begun == step and best not in metrics and not self._best_told:
+            self._best_told = True
+            self._tell(f"keep_best: step {step} has no metric {best!r}, so its checkpoint cannot be the best")
         about = {"metrics": dict(metrics), "settings": self._settings, "position": dict(self._position(step))}
         self.writer.complete(step, state, about)
+
+    def close(self) -> None:
+        """Wait for the checkpoint under way, and remove those that are not kept."""
+        if self.writer.wait():
+            self.store.prune()
 
     def _state(self, metrics: Mapping[str, float]) -> dict[str, Any]:
         return {METRICS: dict(metrics), OBJECTS: states_of(self._objects())}

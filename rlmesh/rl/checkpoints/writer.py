@@ -66,7 +66,6 @@ class CheckpointWriter:
             if not self.wait(NEXT_S):
                 self._failed(step, f"the checkpoint before it is still being written after {NEXT_S:g} s")
                 return False
-            self.store.prune()
             calls = [role.call("save", step) for _, role in self._roles()]
             if faults := [fault for call in calls for fault in call.result() if fault]:
                 self._failed(step, faults[0])
@@ -103,13 +102,15 @@ class CheckpointWriter:
             self._thread = None
         return True
 
-    def close(self) -> None:
+    def stop(self) -> None:
         """Stop to wait for roles, which may have ended."""
         self._closed.set()
         self.wait(2 * ANSWER_S)
 
     def _complete(self, step: int, state: EncodedState, about: Mapping[str, Any]) -> None:
         try:
+            # Not earlier: a role that restarts reads the latest one, and has read it once it has copied its state.
+            self.store.prune()
             roles = self._roles()
             for name, role in roles:
                 self._await_part(step, name, role)

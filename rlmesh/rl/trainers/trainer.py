@@ -69,7 +69,7 @@ class Trainer:
         )  # fmt: skip
 
     def teardown(self) -> None:
-        self.checkpoints.writer.close()
+        self.checkpoints.writer.stop()
         self.rewards.close()
         self.validation_rewards.close()
 
@@ -81,7 +81,7 @@ class Trainer:
         self.hold(None)
         if self.engines is not self.actor:
             self.weight_sync.close()
-        self.checkpoints.writer.wait()
+        self.checkpoints.close()
         if not self.stopped:
             self.export()
 
