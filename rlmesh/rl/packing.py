@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,8 +28,7 @@ __all__ = ["Pack", "Packs", "Segment", "pack"]
 Index = NDArray[np.int64]
 
 
-@dataclass(frozen=True, slots=True)
-class Segment:
+class Segment(NamedTuple):
     """A contiguous range of a pack's tokens.
 
     Attributes:
@@ -152,6 +151,9 @@ def _units(episodes: Sequence[Episode], names: Sequence[int], budget: int) -> li
         members.setdefault(name, []).append(i)
     units = []
     for name, group in members.items():
+        if len(group) == 1:
+            units.append(group)
+            continue
         prompt = episodes[group[0]].prompt_ids
         for i in group[1:]:
             if not np.array_equal(episodes[i].prompt_ids, prompt):

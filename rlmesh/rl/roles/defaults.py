@@ -17,7 +17,7 @@ __all__ = ["choose_device", "run_settings"]
 
 
 def run_settings() -> Run:
-    """The `Run` of the job: what was given to ``.config(…)``, a `Run` or a mapping of its arguments.
+    """The `Run` of the job: what was given to ``.config(…)``, a `Run` or anything that `Run.from_config` takes.
 
     Raises:
         UsageError: the configuration is neither.
@@ -29,7 +29,7 @@ def run_settings() -> Run:
     if isinstance(given, Run):
         return given
     if isinstance(given, Mapping):
-        return Run(**{str(name): value for name, value in given.items()})
+        return Run.from_config(given)
     raise UsageError(
         f"{worker.name} is a built-in role, which reads its settings from a Run: describe the job with "
         f".config(Run(model=…, …)), not with {type(given).__name__}"

@@ -10,6 +10,8 @@ import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from rlmesh.errors import UsageError
+
 __all__ = ["Progress"]
 
 FILE = "progress.json"
@@ -32,11 +34,18 @@ class Progress:
 
     @classmethod
     def read(cls, run_dir: Path) -> Progress:
-        """The progress of a run; no steps if it has not begun."""
+        """The progress of a run; no steps if it has not begun.
+
+        Raises:
+            UsageError: another version of this library wrote it, whose checkpoints this one may not read.
+        """
+        path = run_dir / FILE
         try:
-            return cls(**json.loads((run_dir / FILE).read_text()))
+            return cls(**json.loads(path.read_text()))
         except FileNotFoundError:
             return cls()
+        except TypeError as error:
+            raise UsageError(f"{path} is of another version of rlmesh, so the run cannot go on: {error}") from None
 
     def write(self, run_dir: Path) -> None:
         """Replace the file as a whole, so that readers find the old or the new steps even after a crash."""

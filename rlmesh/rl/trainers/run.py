@@ -33,6 +33,7 @@ from rlmesh.rl.trainers.settings import (
     Placement,
     RolloutSettings,
     apply_overrides,
+    checked,
     wrong_types,
 )
 
@@ -192,6 +193,10 @@ class Run:
                 continue
             bad = [*wrong_types(section, f"{name}.")]
             yield from bad or (f"{name}.{fault}" for fault in section.faults())
+        for name in ("actor", "critic"):
+            count, size = getattr(getattr(self, name), "minibatches", 1), getattr(self, "batch_size", 1)
+            if checked(count, int) and checked(size, int) and count > size >= 1:
+                yield f"{name}.minibatches={count} must be ≤ batch_size={self.batch_size}"
         if not self.rewards:
             yield "rewards: give at least one reward"
         if self.pipeline not in PIPELINES:

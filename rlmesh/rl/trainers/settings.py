@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import types
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -75,9 +76,11 @@ class ActorSettings:
         ranks: processes that train it together.
         lr: peak learning rate of AdamW.
         warmup_steps: steps over which the learning rate rises from 0.
+        final_lr: the share of ``lr`` that is left at the last step; the rate falls linearly to it.
         weight_decay: of AdamW; norms and biases do not decay.
         max_grad_norm: the gradient is scaled down to at most this norm; 0: never.
         epochs: passes over each batch.
+        minibatches: optimizer steps of a pass, each on an equal share of the prompts.
         token_budget: the most tokens of one forward and backward pass on a rank.
         activation_checkpointing: recompute activations in the backward pass.
         precision: of forward and backward passes.
@@ -88,9 +91,11 @@ class ActorSettings:
     ranks: int = 1
     lr: float = 1e-6
     warmup_steps: int = 0
+    final_lr: float = 1.0
     weight_decay: float = 0.0
     max_grad_norm: float = 1.0
     epochs: int = 1
+    minibatches: int = 1
     token_budget: int = 8192
     activation_checkpointing: bool = False
     precision: Precision = "float32"
@@ -99,13 +104,31 @@ class ActorSettings:
 
     def faults(self) -> Iterator[str]:
         """One sentence per fault."""
-        for name in ("ranks", "epochs", "token_budget"):
+        for name in ("ranks", "epochs", "minibatches", "token_budget"):
             if getattr(self, name) < 1:
                 yield f"{name}={getattr(self, name)} must be ≥ 1"
         for name in ("lr", "warmup_steps", "weight_decay", "max_grad_norm", "threads"):
             if getattr(self, name) < 0:
                 yield f"{name}={getattr(self, name)} must be ≥ 0"
+        if not 0 <= self.final_lr <= 1:
+            yield f"final_lr={self.final_lr} must be in [0, 1]: a share of lr"
         yield from (f"lora.{fault}" for fault in self.lora.faults())
+
+    @property
+    def updates(self) -> int:
+        """The number of optimizer steps in a step of the run."""
+        return self.epochs * self.minibatches
+
+    def lr_share(self, update: int, steps: int) -> float:
+        """The learning rate as a share of ``lr``: linear warm-up and linear decay, whichever is lower.
+
+        Args:
+            update: finished optimizer steps.
+            steps: of the whole run.
+        """
+        up = (update + 1) / (self.warmup_steps * self.updates) if self.warmup_steps else 1.0
+        down = 1 - (1 - self.final_lr) * min(update / (steps * self.updates), 1.0)
+        return min(up, down)
 
 
 @dataclass(frozen=True)
@@ -182,7 +205,8 @@ def apply_overrides(settings: T, overrides: Sequence[str]) -> T:
 
 
 def checked(value: Any, kind: Any) -> bool:
-    """True if a value has the type of a field. ``int`` is accepted for ``float``, ``bool`` is not accepted for it."""
+    """True if a value has the type of a field. ``int`` is accepted for ``float``; ``bool``, NaN and
+    infinity are not accepted for it."""
     if kind is Any:
         return True
     origin = get_origin(kind)
@@ -191,7 +215,7 @@ def checked(value: Any, kind: Any) -> bool:
     if origin in (Union, types.UnionType):
         return any(checked(value, one) for one in get_args(kind))
     if kind is float:
-        return isinstance(value, (int, float)) and not isinstance(value, bool)
+        return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
     if kind is int:
         return isinstance(value, int) and not isinstance(value, bool)
     plain = origin or kind

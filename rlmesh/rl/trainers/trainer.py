@@ -24,12 +24,11 @@ from rlmesh.rl.data.loader import Drawn, PromptLoader
 from rlmesh.rl.drift import DriftAlarm, drift
 from rlmesh.rl.engines.rollout import SamplingParams
 from rlmesh.rl.packing import Packs
-from rlmesh.rl.packing import pack as build_packs
 from rlmesh.rl.rewards.reward import Reward
 from rlmesh.rl.rewards.scoring import Rewards
 from rlmesh.rl.roles.defaults import run_settings
 from rlmesh.rl.rollout.buffer import SampleBuffer
-from rlmesh.rl.trainers.batches import lengths_of, matrix_of, shares_of, value_metrics, values_of
+from rlmesh.rl.trainers.batches import joined, lengths_of, matrix_of, packs_of, shares_of, value_metrics, values_of
 from rlmesh.rl.types import Episode, Group, Outcome, Score
 
 if TYPE_CHECKING:
@@ -137,10 +136,18 @@ class Trainer:
         params = SamplingParams(rollout.max_tokens, temperature=temperature, seed=seed)
         for _ in range(PUSHES):
             try:
-                return [Episode.of(each) for each in self.engines.call_batch("generate", len(prompts), prompts, params)]
+                return self.draw(prompts, params)
             except WeightsNotReady:
                 self.push_again()  # an engine restarted, or slept, since the push
         raise RuntimeError(f"an engine has no weights after {PUSHES} pushes")
+
+    def draw(self, prompts: Sequence[list[int]], params: SamplingParams) -> list[Episode]:
+        """One episode per prompt, from the engines as they are.
+
+        Raises:
+            WeightsNotReady: an engine has no weights.
+        """
+        return [Episode.of(each) for each in self.engines.call_batch("generate", len(prompts), prompts, params)]
 
     def score(self, rewards: Rewards, groups: Sequence[Group]) -> list[Group]:
         """The same groups, with the outcome of each reward in their episodes."""
@@ -163,7 +170,7 @@ class Trainer:
             )
         return kept
 
-    def evaluate(self, groups: Sequence[Group]) -> tuple[dict[str, Packs], Evaluated]:
+    def evaluate(self, groups: Sequence[Group]) -> tuple[dict[str, list[Packs]], Evaluated]:
         """Pack the groups, and ask the roles for what the algorithm needs: log-probabilities, values, greedy rewards.
 
         Returns:
@@ -172,7 +179,9 @@ class Trainer:
         episodes = Group.episodes_of(groups)
         numbers = [number for number, group in enumerate(groups) for _ in group.episodes]
         packs = {
-            name: build_packs(episodes, groups=numbers, token_budget=section.token_budget, ranks=len(role))
+            name: packs_of(
+                episodes, numbers, minibatches=section.minibatches, token_budget=section.token_budget, ranks=len(role)
+            )
             for name, role, section in self.trained()
         }
         mask = padded([episode.mask for episode in episodes], fill=False)
@@ -180,14 +189,16 @@ class Trainer:
         greedy = self.greedy_outcomes(groups) if "greedy" in self.algorithm.needs else None
         calls: dict[str, tuple[Packs, Any]] = {}
 
-        def ask(column: str, role: Any, method: str, own: Packs, *given: Any) -> None:
+        def ask(column: str, role: Any, method: str, parts: list[Packs], *given: Any) -> None:
+            own = joined(parts)
             calls[column] = own, self.ask(role, method, own, *given)
 
         self.hold(self.actor)
         needs = self.algorithm.needs
         if "reference" in needs and self.reference is self.actor:
             ask("ref_log_probs", self.actor, "reference_log_probs", packs["actor"])
-        if self.algorithm.reads_log_probs:
+        # After the first optimizer step of a pass, the old log-probabilities are gone: they are read before it.
+        if self.algorithm.reads_log_probs or self.settings.actor.minibatches > 1:
             ask("log_probs", self.actor, "log_probs", packs["actor"], self.version)
         if "reference" in needs and self.reference is not self.actor:
             self.hold(None)
@@ -232,26 +243,27 @@ class Trainer:
             shares = [flat[start:end] for start, end in pairwise(edges)]
         return role.call(method, shares, *([each] * len(shares) for each in given), _scatter=True)
 
-    def train(self, packs: dict[str, Packs], batch: Evaluated, weights: TokenWeights) -> dict[str, float]:
-        """Make one optimizer step per epoch. Returns the roles' metrics, and the gap between the log-probabilities of
-        rollout engine and actor."""
+    def train(self, packs: dict[str, list[Packs]], batch: Evaluated, weights: TokenWeights) -> dict[str, float]:
+        """Make the optimizer steps of all epochs. Returns the roles' metrics, and the gap between the log-probabilities
+        of rollout engine and actor."""
         # The actor's update comes last: on shared devices it has its turn right before the push.
-        calls = [
-            role.call("update", shares_of(packs[name], batch, weights), [self.version] * len(role), _scatter=True)
-            for name, role, _ in reversed(self.trained())
-        ]
+        calls = []
+        for name, role, section in reversed(self.trained()):
+            steps = [shares_of(one, batch, weights, minibatches=section.minibatches) for one in packs[name]]
+            by_rank = [list(own) for own in zip(*steps, strict=True)]
+            calls.append(role.call("update", by_rank, [self.version] * len(role), _scatter=True))
         reports = [call.result()[0] for call in calls]
         log_probs = batch.log_probs
         if log_probs is None:
             rows = self.actor.call("first_log_probs").result()
-            log_probs = matrix_of(batch.mask, packs["actor"], [one for own in rows for one in own])
+            log_probs = matrix_of(batch.mask, joined(packs["actor"]), [one for own in rows for one in own])
         alarms = self.alarm.check(drift(log_probs, batch.sampled_log_probs, batch.mask), version=self.version)
         return {
             **{name: value for report in reports for name, value in report.items()},
             **value_metrics(batch, weights),
             **weights.metrics,
             **alarms,
-            "prompt_tokens_saved": packs["actor"].saved_share,
+            "prompt_tokens_saved": joined(packs["actor"]).saved_share,
         }
 
     def save(self, *, now: bool = False) -> dict[str, float]:
@@ -295,6 +307,7 @@ class Trainer:
         if step == settings.steps or (settings.validate_every and step % settings.validate_every == 0):
             metrics |= self.validate()
         self.last = {name: value for name, value in metrics.items() if np.isfinite(value)}
+        self.last["steps_lost"] = float(self.checkpoints.lost)
         current_worker().report(step=step, total_steps=settings.steps, **self.last)
         self.checkpoints.finish(step, self.last)
 
