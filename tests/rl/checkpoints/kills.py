@@ -2,8 +2,9 @@
 
 ``python -m tests.rl.checkpoints.kills FOLDER --seed 0 --tries 50`` prints a line of JSON per try. A run is a process
 group of its own, forked from this process, which has loaded torch already; all of it is killed at once, at a moment
-between its first report and its end; in every fourth try between its start and its end. In every third try it is killed
-a second time while it goes on. Every second pair of tries saves at each step. The exit code is 1 if something differs.
+in one of its steps or after the last; in every fourth try between its start and its end. In every third try it is
+killed a second time while it goes on. Every second pair of tries saves at each step. The exit code is 1 if something
+differs.
 """
 
 from __future__ import annotations
@@ -78,32 +79,36 @@ def finish(kind: Kind, run_dir: Path) -> None:
     assert code == 0, f"the run in {run_dir} gave {code}:\n{run_dir.with_suffix('.log').read_text()[-4000:]}"
 
 
-def await_report(run_dir: Path) -> None:
-    """Wait until a run has reported something more."""
+def reports_in(run_dir: Path) -> int:
     metrics = run_dir / "metrics.jsonl"
-    before, until = size_of(metrics), time.monotonic() + HANG_S
-    while size_of(metrics) == before and time.monotonic() < until:
-        time.sleep(0.002)
+    return metrics.read_bytes().count(b"\n") if metrics.exists() else 0
 
 
-def size_of(path: Path) -> int:
-    return path.stat().st_size if path.exists() else 0
+def await_reports(pid: int, run_dir: Path, wanted: int) -> int | None:
+    """Wait until a run has made so many reports; returns its exit code if it ends before."""
+    until = time.monotonic() + HANG_S
+    while reports_in(run_dir) < wanted and time.monotonic() < until:
+        if (code := ended(pid, 0.002)) is not None:
+            return code
+    return None
 
 
-def attempt(kind: Kind, run_dir: Path, moments: list[float], *, from_start: bool) -> dict[str, Any]:
-    """Kill a run at moments, in seconds after its first report, or after its start; then let it end."""
+def attempt(kind: Kind, run_dir: Path, moments: list[tuple[int, float]]) -> dict[str, Any]:
+    """Kill a run at moments, given in reports after its start and seconds after these; then let it end."""
     killed = []
-    for moment in moments:
+    for reports, moment in moments:
+        before = reports_in(run_dir)
         pid = start(kind, run_dir)
-        if not from_start:
-            await_report(run_dir)
-        code = ended(pid, moment)
+        code = await_reports(pid, run_dir, before + reports)
+        code = ended(pid, moment) if code is None else code
         if code is None:
             os.killpg(pid, signal.SIGKILL)
             os.waitpid(pid, 0)
         progress = run_dir / "progress.json"
         step = json.loads(progress.read_text())["step"] if progress.exists() else 0
-        killed.append({"after_s": round(moment, 3), "step": step, "saved": saved_step(run_dir), "code": code})
+        killed.append(
+            {"reports": reports, "after_s": round(moment, 3), "step": step, "saved": saved_step(run_dir), "code": code}
+        )
     finish(kind, run_dir)
     return {"algorithm": kind.algorithm, "save_every": kind.save_every, "killed": killed}
 
@@ -117,23 +122,24 @@ def main() -> int:
     torch.set_num_threads(1)
     chosen = random.Random(options.seed)
     model = make_model(options.folder / "model")
-    whole, took_s, reporting_s = {}, {}, {}
+    whole, took_s, step_s = {}, {}, {}
     for algorithm in ALGORITHMS:
         began = time.monotonic()
         run_dir = options.folder / f"whole-{algorithm}"
         finish(Kind(model, algorithm), run_dir)
         took_s[algorithm] = time.monotonic() - began
         at = [json.loads(line)["at"] for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-        reporting_s[algorithm], whole[algorithm] = at[-1] - at[0], run_dir
+        step_s[algorithm], whole[algorithm] = (at[-1] - at[0]) / (len(at) - 1), run_dir
     differing = 0
     for number in range(options.tries):
         algorithm = ALGORITHMS[number % len(ALGORITHMS)]
         run_dir = options.folder / f"try-{number}"
-        from_start = number % 4 == 3
-        span = (took_s if from_start else reporting_s)[algorithm]
-        moments = [chosen.uniform(0, span) for _ in range(2 if number % 3 == 2 else 1)]
+        moments = []
+        for _ in range(2 if number % 3 == 2 else 1):
+            reports = 0 if number % 4 == 3 else chosen.randint(1, 9)
+            moments.append((reports, chosen.uniform(0, (step_s if reports else took_s)[algorithm])))
         kind = Kind(model, algorithm, save_every=1 + number // 2 % 2)
-        found = attempt(kind, run_dir, moments, from_start=from_start)
+        found = attempt(kind, run_dir, moments)
         same = content(run_dir) == content(whole[algorithm]) and metrics_of(run_dir) == metrics_of(whole[algorithm])
         differing += not same
         print(json.dumps({"try": number, "same": same, **found}), flush=True)
