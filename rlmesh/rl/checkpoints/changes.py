@@ -7,15 +7,12 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from rlmesh.errors import UsageError
 from rlmesh.rl.data.files import expand
 
-if TYPE_CHECKING:
-    from rlmesh.rl.trainers.run import Run
-
-__all__ = ["changes", "described"]
+__all__ = ["Resumable", "changes", "described"]
 
 FIXED = {
     "seed": "the order of prompts and the samples follow from it",
@@ -47,11 +44,31 @@ WHOLE_BYTES = 1 << 30
 """Data files up to this size are read as a whole; of larger ones, this much is read at each end."""
 
 
-def described(run: Run) -> dict[str, Any]:
+class Resumable(Protocol):
+    """The settings of a `Run` that say how it goes on. It is a dataclass, whose other fields are compared."""
+
+    @property
+    def algorithm(self) -> Any: ...
+    @property
+    def steps(self) -> int: ...
+    @property
+    def keep_last(self) -> int: ...
+    @property
+    def keep_best(self) -> str: ...
+    @property
+    def resume(self) -> str: ...
+    @property
+    def restore(self) -> str | Path | None: ...
+    @property
+    def restore_parts(self) -> Sequence[str]: ...
+
+
+def described(run: Resumable) -> dict[str, Any]:
     """The settings of a run as JSON values by name, such as ``actor.lr``; functions and classes by their names, data by
     a checksum of their content."""
     found: dict[str, Any] = {}
-    for one in dataclasses.fields(run):
+    settings: Any = run
+    for one in dataclasses.fields(settings):
         if one.name not in UNSEEN:
             value = getattr(run, one.name)
             _describe(one.name, _data_sum(value) if one.name == "data" else value, found)

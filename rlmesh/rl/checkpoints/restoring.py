@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rlmesh.errors import UsageError
+from rlmesh.rl.checkpoints.changes import Resumable
 from rlmesh.rl.checkpoints.store import (
     FILE,
     RunCheckpoint,
@@ -19,7 +20,6 @@ from rlmesh.rl.checkpoints.store import (
 
 if TYPE_CHECKING:
     from rlmesh.rl.engines.training.protocol import TrainingEngine
-    from rlmesh.rl.trainers.run import Run
 
 __all__ = ["PARTS", "Beginning", "beginning_of", "restore_faults"]
 
@@ -56,7 +56,7 @@ class Beginning:
         engine.steps = 0
 
 
-def beginning_of(run: Run) -> Beginning | None:
+def beginning_of(run: Resumable) -> Beginning | None:
     """The checkpoint that a run names; None: it names none.
 
     Raises:
@@ -79,7 +79,7 @@ def _folder_of(path: Path) -> Path:
     raise UsageError(f"{path} holds no complete checkpoint: there is no checkpoints/step-…/{FILE}")
 
 
-def restore_faults(run: Run) -> Iterator[str]:
+def restore_faults(run: Resumable) -> Iterator[str]:
     """One sentence per fault of ``restore`` and ``restore_parts``."""
     unknown = [part for part in run.restore_parts if part not in PARTS]
     for part in unknown:

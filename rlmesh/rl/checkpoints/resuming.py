@@ -6,18 +6,15 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rlmesh import current_worker
 from rlmesh.errors import UsageError
-from rlmesh.rl.checkpoints.changes import changes, described
+from rlmesh.rl.checkpoints.changes import Resumable, changes, described
 from rlmesh.rl.checkpoints.state import EncodedState, decoded, encoded, restore_states, states_of
 from rlmesh.rl.checkpoints.store import CheckpointStore, RunCheckpoint, checkpoint_folder, read_checkpoint, saved_step
 from rlmesh.rl.checkpoints.writer import CheckpointWriter
 from rlmesh.rl.trainers.progress import Progress
-
-if TYPE_CHECKING:
-    from rlmesh.rl.trainers.run import Run
 
 __all__ = ["SUMMARY", "TrainerCheckpoints", "before_start", "finished_steps", "require_resumable"]
 
@@ -45,7 +42,7 @@ class TrainerCheckpoints:
 
     def __init__(
         self,
-        run: Run,
+        run: Resumable,
         run_dir: Path,
         *,
         roles: Callable[[], Sequence[tuple[str, Any]]],
@@ -150,7 +147,7 @@ def _light(state: EncodedState) -> str | None:
     return None if state.arrays or state.size_bytes > LIGHT_BYTES else state.text.decode()
 
 
-def require_resumable(run: Run, checkpoint: RunCheckpoint, settings: Mapping[str, Any] | None = None) -> None:
+def require_resumable(run: Resumable, checkpoint: RunCheckpoint, settings: Mapping[str, Any] | None = None) -> None:
     """Refuse a checkpoint of the run that cannot be gone on from.
 
     Raises:
@@ -170,7 +167,7 @@ def finished_steps(run_dir: Path) -> int:
         return 0
 
 
-def before_start(run: Run, run_dir: Path | None) -> int:
+def before_start(run: Resumable, run_dir: Path | None) -> int:
     """Check that a run may start in a run directory.
 
     Args:

@@ -160,7 +160,10 @@ class CheckpointStore:
         sign, name = (-1.0, self.keep_best[1:]) if self.keep_best.startswith("-") else (1.0, self.keep_best)
         best, found = 0, -math.inf
         for step in _complete_steps(self.run_dir) if name else ():
-            value = self.read(step).metrics.get(name)
+            try:
+                value = self.read(step).metrics.get(name)
+            except UsageError:  # refused once somebody reads it
+                continue
             if value is not None and sign * value > found:
                 best, found = step, sign * value
         return best

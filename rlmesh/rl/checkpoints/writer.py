@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from rlmesh import WorkerContext
-from rlmesh.errors import RLMeshError
 from rlmesh.rl.checkpoints.state import EncodedState, encoded
 from rlmesh.rl.checkpoints.store import CheckpointStore
 
@@ -115,8 +114,8 @@ class CheckpointWriter:
             for name, role in roles:
                 self._await_part(step, name, role)
             self.store.commit(step, [name for name, _ in roles], state, about)
-        except (OSError, RLMeshError) as error:
-            self._failed(step, str(error))
+        except Exception as error:  # on this thread nobody else would tell it
+            self._failed(step, str(error) or repr(error))
         else:
             if self._failing:
                 self._failing = False
