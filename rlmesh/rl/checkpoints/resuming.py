@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from rlmesh import current_worker
 from rlmesh.errors import UsageError
 from rlmesh.rl.checkpoints.changes import Resumable, changes, described
-from rlmesh.rl.checkpoints.state import EncodedState, decoded, encoded, restore_states, states_of
+from rlmesh.rl.checkpoints.state import EncodedState, decoded, encoded, restarts, restore_states, states_of
 from rlmesh.rl.checkpoints.store import CheckpointStore, RunCheckpoint, checkpoint_folder, read_checkpoint, saved_step
 from rlmesh.rl.checkpoints.writer import CheckpointWriter
 from rlmesh.rl.trainers.progress import Progress
@@ -105,9 +104,14 @@ class TrainerCheckpoints:
         else:
             assert step == progress.step and progress.state is not None
             state, where = decoded(EncodedState(progress.state.encode(), b"")), str(self.run_dir)
-        restore_states(self._objects(), state[OBJECTS], where)
+        noted = state[OBJECTS]
+        objects = {name: one for name, one in self._objects().items() if name in noted or not restarts(one)}
+        restore_states(objects, noted, where)
+        for name, one in self._objects().items():
+            if name not in objects:
+                one.restart(step)
         self.store.remove_incomplete()
-        self._note(replace(progress, step=step, lost=self.lost, state=_light(encoded(state))))
+        self._note(Progress(step, self.lost, self._light(state)))
         metrics: dict[str, float] = state[METRICS]
         return metrics
 
@@ -118,7 +122,7 @@ class TrainerCheckpoints:
     def finish(self, step: int, metrics: Mapping[str, float]) -> None:
         """Note that a step is done and reported, and complete the checkpoint that was begun for it."""
         state = self._state(metrics)
-        self._note(Progress(step, self.lost, _light(encoded(state))))
+        self._note(Progress(step, self.lost, self._light(state)))
         best = self.run.keep_best.removeprefix("-")
         if best and self.writer.begun == step and best not in metrics and not self._best_told:
             self._best_told = True
@@ -134,6 +138,12 @@ class TrainerCheckpoints:
     def _state(self, metrics: Mapping[str, float]) -> dict[str, Any]:
         return {METRICS: dict(metrics), OBJECTS: states_of(self._objects())}
 
+    def _light(self, state: Mapping[str, Any]) -> str | None:
+        """The part of a state that is noted after each step; None: it is too large."""
+        own = {name for name, one in self._objects().items() if restarts(one)}
+        found = encoded({**state, OBJECTS: {name: one for name, one in state[OBJECTS].items() if name not in own}})
+        return None if found.arrays or found.size_bytes > LIGHT_BYTES else found.text.decode()
+
     def _note(self, progress: Progress) -> None:
         try:
             progress.write(self.run_dir)
@@ -141,10 +151,6 @@ class TrainerCheckpoints:
             if not self._disk_told:
                 self._tell(f"the progress of the run cannot be noted, and training goes on: {error}")
             self._disk_told = True
-
-
-def _light(state: EncodedState) -> str | None:
-    return None if state.arrays or state.size_bytes > LIGHT_BYTES else state.text.decode()
 
 
 def require_resumable(run: Resumable, checkpoint: RunCheckpoint, settings: Mapping[str, Any] | None = None) -> None:

@@ -7,20 +7,33 @@ from __future__ import annotations
 
 import io
 import json
+import math
 import random
 import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
 
 from rlmesh.errors import UsageError
+from rlmesh.rl.types import Abstain, Episode, Failed, Group, Score, Turn
 
-__all__ = ["EncodedState", "Stateful", "decoded", "encoded", "restore_states", "seed_generators", "states_of"]
+__all__ = [
+    "EncodedState",
+    "Stateful",
+    "decoded",
+    "encoded",
+    "restarts",
+    "restore_states",
+    "seed_generators",
+    "states_of",
+]
 
-ARRAY, BYTES, TUPLE = "\0array", "\0bytes", "\0tuple"
+ARRAY, BYTES, TUPLE, OBJECT = "\0array", "\0bytes", "\0tuple", "\0object"
+KINDS = {kind.__name__: kind for kind in (Group, Episode, Turn, Score, Abstain, Failed)}
+"""Samples, which a buffer has in its state, by their names."""
 
 
 @runtime_checkable
@@ -28,8 +41,11 @@ class Stateful(Protocol):
     """An object of the trainer whose state belongs to a checkpoint, such as a buffer or a controller of the KL
     penalty.
 
-    A state is a mapping of texts to numbers, texts, truth values, None, bytes, NumPy arrays, and lists, tuples and
-    mappings of these.
+    A state is a mapping of texts to numbers, texts, truth values, None, bytes, NumPy arrays, groups and episodes of
+    `rlmesh.rl.types`, and lists, tuples and mappings of these.
+
+    An object with a durable record of its own, such as a ledger, may also have ``restart(step)``: go on after a step
+    that has no checkpoint. Its state is then in checkpoints only, and is not noted after each step.
     """
 
     def state(self) -> Mapping[str, Any]:
@@ -51,7 +67,7 @@ class EncodedState:
 
     Attributes:
         text: JSON, with references to arrays.
-        arrays: an npz file; empty without arrays.
+        arrays: an npz file with all arrays of a dtype end to end; empty without arrays.
     """
 
     text: bytes
@@ -69,12 +85,12 @@ def encoded(state: Mapping[str, Any]) -> EncodedState:
     Raises:
         UsageError: a value is of a type that a state cannot have; the message names its place.
     """
-    arrays: dict[str, np.ndarray[Any, Any]] = {}
+    arrays = _Arrays({}, {})
     text = json.dumps(_plain(state, "state", arrays)).encode()
-    if not arrays:
+    if not arrays.parts:
         return EncodedState(text, b"")
     file = io.BytesIO()
-    np.savez(file, allow_pickle=False, **arrays)
+    np.savez(file, allow_pickle=False, **{dtype: np.concatenate(parts) for dtype, parts in arrays.parts.items()})
     return EncodedState(text, file.getvalue())
 
 
@@ -84,21 +100,42 @@ def decoded(state: EncodedState) -> dict[str, Any]:
     Raises:
         ValueError: it is no encoded state.
     """
-    arrays = np.load(io.BytesIO(state.arrays), allow_pickle=False) if state.arrays else {}
+    arrays: dict[str, np.ndarray[Any, Any]] = {}
+    if state.arrays:
+        with np.load(io.BytesIO(state.arrays), allow_pickle=False) as file:
+            arrays = dict(file)
     found: dict[str, Any] = _whole(json.loads(state.text), arrays)
     return found
 
 
-def _plain(value: Any, where: str, arrays: dict[str, np.ndarray[Any, Any]]) -> Any:
+@dataclass(frozen=True, slots=True)
+class _Arrays:
+    """Arrays by dtype, flat, and the number of items of each dtype."""
+
+    parts: dict[str, list[np.ndarray[Any, Any]]]
+    lengths: dict[str, int]
+
+    def add(self, array: np.ndarray[Any, Any]) -> list[Any]:
+        """The reference to a copy of an array: dtype, first item, shape."""
+        dtype = array.dtype.str
+        start = self.lengths.get(dtype, 0)
+        self.parts.setdefault(dtype, []).append(array.reshape(-1))
+        self.lengths[dtype] = start + array.size
+        return [dtype, start, list(array.shape)]
+
+
+def _plain(value: Any, where: str, arrays: _Arrays) -> Any:
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     if isinstance(value, np.generic):
         return value.item()
-    if isinstance(value, (bytes, np.ndarray)) and getattr(value, "dtype", None) != np.dtype(object):
-        name = f"a{len(arrays)}"
-        is_bytes = isinstance(value, bytes)
-        arrays[name] = np.frombuffer(value, np.uint8) if isinstance(value, bytes) else value
-        return {BYTES if is_bytes else ARRAY: name}
+    if isinstance(value, bytes):
+        return {BYTES: arrays.add(np.frombuffer(value, np.uint8))}
+    if isinstance(value, np.ndarray) and not value.dtype.hasobject:
+        return {ARRAY: arrays.add(value)}
+    if (name := type(value).__name__) in KINDS and isinstance(value, KINDS[name]):
+        each = {one.name: getattr(value, one.name) for one in fields(value)}
+        return {OBJECT: [name, _plain(each, f"{where}.{name}", arrays)]}
     if isinstance(value, Mapping):
         if wrong := [key for key in value if not isinstance(key, str)]:
             raise UsageError(f"{where} has the key {wrong[0]!r:.80}: the keys of a state are texts")
@@ -119,18 +156,25 @@ def _whole(value: Any, arrays: Mapping[str, Any]) -> Any:
         return value
     if len(value) == 1:
         ((key, inner),) = value.items()
-        if key == ARRAY:
-            return arrays[inner]
-        if key == BYTES:
-            return arrays[inner].tobytes()
+        if key in (ARRAY, BYTES):
+            dtype, start, shape = inner
+            found = arrays[dtype][start : start + math.prod(shape)].reshape(shape)
+            return found.copy() if key == ARRAY else found.tobytes()
         if key == TUPLE:
             return tuple(_whole(each, arrays) for each in inner)
+        if key == OBJECT:
+            return KINDS[inner[0]](**_whole(inner[1], arrays))
     return {key: _whole(each, arrays) for key, each in value.items()}
 
 
 def states_of(parts: Mapping[str, Any]) -> dict[str, Any]:
     """The states of those objects that have one."""
     return {name: dict(part.state()) for name, part in parts.items() if isinstance(part, Stateful)}
+
+
+def restarts(part: Any) -> bool:
+    """True if an object goes on from a record of its own after a step that has no checkpoint."""
+    return isinstance(part, Stateful) and callable(getattr(part, "restart", None))
 
 
 def restore_states(parts: Mapping[str, Any], states: Mapping[str, Any], where: str) -> None:
