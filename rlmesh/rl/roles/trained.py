@@ -23,7 +23,7 @@ from rlmesh.rl.engines.training import ranks
 from rlmesh.rl.engines.training.packed import PackedBatch
 from rlmesh.rl.engines.training.protocol import Saving, StepReport, TrainingEngine, TrainingOptions
 from rlmesh.rl.packing import Pack
-from rlmesh.rl.roles.defaults import choose_device, run_settings
+from rlmesh.rl.roles.defaults import choose_device, keep_objects, run_settings
 from rlmesh.rl.roles.turns import TakesTurns
 from rlmesh.rl.trainers.settings import ActorSettings
 
@@ -79,6 +79,7 @@ class TrainedRole(TakesTurns):
             self.make_parts()
             # One rank decides: the trainer may complete a checkpoint at any moment.
             self.restore(ranks.from_first(saved_step(self.run_dir)))
+        keep_objects()
 
     def teardown(self) -> None:
         self.engine.close()

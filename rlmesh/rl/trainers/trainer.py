@@ -19,14 +19,13 @@ from rlmesh.errors import CallError, SourceRestarted, UsageError, WeightsNotRead
 from rlmesh.rl.algorithms.protocol import Evaluated, TokenWeights
 from rlmesh.rl.checkpoints.resuming import SUMMARY, TrainerCheckpoints, finished_steps
 from rlmesh.rl.checkpoints.state import seed_generators
-from rlmesh.rl.components import padded
 from rlmesh.rl.data.loader import Drawn, PromptLoader
 from rlmesh.rl.drift import DriftAlarm, drift
 from rlmesh.rl.engines.rollout import SamplingParams
-from rlmesh.rl.packing import Packs
+from rlmesh.rl.packing import Packs, Tokens
 from rlmesh.rl.rewards.reward import Reward
 from rlmesh.rl.rewards.scoring import Rewards
-from rlmesh.rl.roles.defaults import run_settings
+from rlmesh.rl.roles.defaults import keep_objects, run_settings
 from rlmesh.rl.rollout.buffer import SampleBuffer
 from rlmesh.rl.trainers.batches import joined, lengths_of, matrix_of, packs_of, shares_of, value_metrics, values_of
 from rlmesh.rl.types import Episode, Group, Outcome, Score
@@ -66,6 +65,7 @@ class Trainer:
             self.settings, self.run_dir, roles=lambda: [(name, role) for name, role, _ in self.trained()],
             objects=self.stateful, position=loader.position, tell=self.tell,
         )  # fmt: skip
+        keep_objects()
 
     def teardown(self) -> None:
         self.checkpoints.writer.stop()
@@ -122,7 +122,7 @@ class Trainer:
         """One group of responses per prompt, with the weights of the last push."""
         samples = self.algorithm.samples
         prompts = [one.prompt.ids.tolist() for one in drawn for _ in range(samples)]
-        episodes = self.generate(prompts, self.settings.rollout.temperature, seed=self.settings.seed * 100_003 + step)
+        episodes = self.generate(prompts, seed=self.settings.seed * 100_003 + step)
         if late := {episode.policy_version for episode in episodes} - {self.version, None}:
             raise RuntimeError(f"step {step}: sampled by versions {sorted(map(str, late))}, not by {self.version}")
         return [
@@ -130,10 +130,9 @@ class Trainer:
             for place, one in enumerate(drawn)
         ]
 
-    def generate(self, prompts: Sequence[list[int]], temperature: float, seed: int = 0) -> list[Episode]:
-        """One episode per prompt. The prompts are spread over the engines."""
-        rollout = self.settings.rollout
-        params = SamplingParams(rollout.max_tokens, temperature=temperature, seed=seed)
+    def generate(self, prompts: Sequence[list[int]], *, greedy: bool = False, seed: int = 0) -> list[Episode]:
+        """One episode per prompt, sampled or greedy. The prompts are spread over the engines."""
+        params = self.settings.rollout.params(greedy=greedy, seed=seed)
         for _ in range(PUSHES):
             try:
                 return self.draw(prompts, params)
@@ -184,7 +183,8 @@ class Trainer:
             )
             for name, role, section in self.trained()
         }
-        mask = padded([episode.mask for episode in episodes], fill=False)
+        tokens = Tokens.of(episodes)
+        mask = torch.from_numpy(tokens.mask)
         totals = [self.rewards.total(episode) for episode in episodes]
         greedy = self.greedy_outcomes(groups) if "greedy" in self.algorithm.needs else None
         calls: dict[str, tuple[Packs, Any]] = {}
@@ -221,7 +221,7 @@ class Trainer:
                 ]
             ),
             log_probs=found.pop("log_probs", None),
-            sampled_log_probs=padded([episode.sampled_log_probs for episode in episodes]).double(),
+            sampled_log_probs=torch.from_numpy(tokens.sampled_log_probs),
             greedy_rewards=None if greedy is None else values_of([greedy[number] for number in numbers]),
             cut_off=torch.tensor([episode.finish_reason == "length" for episode in episodes]),
             **found,
@@ -229,7 +229,7 @@ class Trainer:
 
     def greedy_outcomes(self, groups: Sequence[Group]) -> list[Outcome]:
         """The reward of a greedy response to each group's prompt."""
-        episodes = self.generate([group.episodes[0].prompt_ids.tolist() for group in groups], temperature=0.0)
+        episodes = self.generate([group.episodes[0].prompt_ids.tolist() for group in groups], greedy=True)
         made = [Group(group.key, (one,), group.row) for group, one in zip(groups, episodes, strict=True)]
         return [self.rewards.total(episode) for episode in Group.episodes_of(self.score(self.rewards, made))]
 
@@ -326,7 +326,7 @@ class Trainer:
         if self.settings.validation is None:
             return {}
         prompts = list(self._validation)
-        episodes = self.generate([prompt.ids.tolist() for prompt in prompts], temperature=0.0)
+        episodes = self.generate([prompt.ids.tolist() for prompt in prompts], greedy=True)
         groups = [
             Group((0, prompt.index), (episode,), prompt.row) for prompt, episode in zip(prompts, episodes, strict=True)
         ]

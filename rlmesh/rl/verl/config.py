@@ -41,6 +41,8 @@ KEYS = {
     "data.seed": "seed",
     "actor_rollout_ref.model.enable_gradient_checkpointing": "actor.activation_checkpointing",
     f"{ROLLOUT}.temperature": "rollout.temperature",
+    f"{ROLLOUT}.top_p": "rollout.top_p",
+    f"{ROLLOUT}.top_k": "rollout.top_k",
     "critic.model.path": "critic.model",
     "critic.model.enable_gradient_checkpointing": "critic.activation_checkpointing",
     "trainer.total_training_steps": "steps",
@@ -85,6 +87,8 @@ def run_settings_of(config: Any, tokenizer: Any) -> dict[str, Any]:
     from rlmesh.rl.trainers.settings import ActorSettings, CriticSettings, RolloutSettings
 
     found = {own: value for key, own in KEYS.items() if (value := read(config, key)) is not None}
+    if found.get("rollout.top_k") == -1:  # verl's word for all tokens
+        found["rollout.top_k"] = 0
     faults = [*_faults(config)]
     for key, own in (("trainer.save_freq", "save_every"), ("trainer.test_freq", "validate_every")):
         if (value := read(config, key)) is not None and int(value) > 0:
