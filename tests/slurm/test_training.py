@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 import time
@@ -40,6 +41,7 @@ def test_a_training_that_is_requeued_goes_on_with_the_next_step(slurm: SlurmClus
     slurm.wait_job(job, "PENDING", "RUNNING")
     slurm.run("scontrol", "update", f"jobid={job}", "StartTime=now", check=False)
     assert slurm.wait_job(job, "COMPLETED", "FAILED", timeout_s=HANG_S * 3) == "COMPLETED", output(tmp_path)
-    assert metrics_of(run_dir)[STEPS]["steps_lost"] == 0
+    last = json.loads((run_dir / "metrics.jsonl").read_text().splitlines()[-1])
+    assert (last["step"], last["metrics"]["steps_lost"]) == (STEPS, 0)
     make(model, "ppo", steps=STEPS).here(run_dir=tmp_path / "whole")
     assert content(run_dir) == content(tmp_path / "whole")

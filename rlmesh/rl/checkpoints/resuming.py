@@ -10,7 +10,7 @@ from typing import Any
 from rlmesh import current_worker
 from rlmesh.errors import UsageError
 from rlmesh.rl.checkpoints.changes import Resumable, changes, described
-from rlmesh.rl.checkpoints.state import EncodedState, decoded, encoded, restarts, restore_states, states_of
+from rlmesh.rl.checkpoints.state import EncodedState, decoded, encoded, has_record, restore_states, states_of
 from rlmesh.rl.checkpoints.store import CheckpointStore, RunCheckpoint, checkpoint_folder, read_checkpoint, saved_step
 from rlmesh.rl.checkpoints.writer import CheckpointWriter
 from rlmesh.rl.trainers.progress import Progress
@@ -105,14 +105,14 @@ class TrainerCheckpoints:
             assert step == progress.step and progress.state is not None
             state, where = decoded(EncodedState(progress.state.encode(), b"")), str(self.run_dir)
         noted = state[OBJECTS]
-        objects = {name: one for name, one in self._objects().items() if name in noted or not restarts(one)}
+        objects = {name: one for name, one in self._objects().items() if name in noted or not has_record(one)}
         restore_states(objects, noted, where)
         for name, one in self._objects().items():
             if name not in objects:
-                one.restart(step)
+                one.go_back(step)
         self.store.remove_incomplete()
-        self._note(Progress(step, self.lost, self._light(state)))
         metrics: dict[str, float] = state[METRICS]
+        self._note(Progress(step, self.lost, self._light(metrics)))
         return metrics
 
     def begin(self, step: int) -> bool:
@@ -121,14 +121,15 @@ class TrainerCheckpoints:
 
     def finish(self, step: int, metrics: Mapping[str, float]) -> None:
         """Note that a step is done and reported, and complete the checkpoint that was begun for it."""
-        state = self._state(metrics)
-        self._note(Progress(step, self.lost, self._light(state)))
+        self._note(Progress(step, self.lost, self._light(metrics)))
+        if self.writer.begun != step:
+            return
         best = self.run.keep_best.removeprefix("-")
-        if best and self.writer.begun == step and best not in metrics and not self._best_told:
+        if best and best not in metrics and not self._best_told:
             self._best_told = True
             self._tell(f"keep_best: step {step} has no metric {best!r}, so its checkpoint cannot be the best")
         about = {"metrics": dict(metrics), "settings": self._settings, "position": dict(self._position(step))}
-        self.writer.complete(step, state, about)
+        self.writer.complete(step, self._state(metrics), about)
 
     def close(self) -> None:
         """Wait for the checkpoint under way, and remove those that are not kept."""
@@ -138,10 +139,11 @@ class TrainerCheckpoints:
     def _state(self, metrics: Mapping[str, float]) -> dict[str, Any]:
         return {METRICS: dict(metrics), OBJECTS: states_of(self._objects())}
 
-    def _light(self, state: Mapping[str, Any]) -> str | None:
-        """The part of a state that is noted after each step; None: it is too large."""
-        own = {name for name, one in self._objects().items() if restarts(one)}
-        found = encoded({**state, OBJECTS: {name: one for name, one in state[OBJECTS].items() if name not in own}})
+    def _light(self, metrics: Mapping[str, float]) -> str | None:
+        """The state that is noted after each step, without objects that have a record; None: it is too large."""
+        noted = {name: one for name, one in self._objects().items() if not has_record(one)}
+        state = {METRICS: dict(metrics), OBJECTS: states_of(noted)}
+        found = encoded(state)
         return None if found.arrays or found.size_bytes > LIGHT_BYTES else found.text.decode()
 
     def _note(self, progress: Progress) -> None:

@@ -11,29 +11,26 @@ import math
 import random
 import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
 
 from rlmesh.errors import UsageError
-from rlmesh.rl.types import Abstain, Episode, Failed, Group, Score, Turn
 
 __all__ = [
     "EncodedState",
     "Stateful",
     "decoded",
     "encoded",
-    "restarts",
+    "has_record",
     "restore_states",
     "seed_generators",
     "states_of",
 ]
 
-ARRAY, BYTES, TUPLE, OBJECT = "\0array", "\0bytes", "\0tuple", "\0object"
-KINDS = {kind.__name__: kind for kind in (Group, Episode, Turn, Score, Abstain, Failed)}
-"""Samples, which a buffer has in its state, by their names."""
+ARRAY, BYTES, TUPLE = "\0array", "\0bytes", "\0tuple"
 
 
 @runtime_checkable
@@ -41,10 +38,10 @@ class Stateful(Protocol):
     """An object of the trainer whose state belongs to a checkpoint, such as a buffer or a controller of the KL
     penalty.
 
-    A state is a mapping of texts to numbers, texts, truth values, None, bytes, NumPy arrays, groups and episodes of
-    `rlmesh.rl.types`, and lists, tuples and mappings of these.
+    A state is a mapping of texts to numbers, texts, truth values, None, bytes, NumPy arrays, and lists, tuples and
+    mappings of these.
 
-    An object with a durable record of its own, such as a ledger, may also have ``restart(step)``: go on after a step
+    An object with a durable record of its own, such as a ledger, may also have ``go_back(step)``: go on after a step
     that has no checkpoint. Its state is then in checkpoints only, and is not noted after each step.
     """
 
@@ -133,9 +130,6 @@ def _plain(value: Any, where: str, arrays: _Arrays) -> Any:
         return {BYTES: arrays.add(np.frombuffer(value, np.uint8))}
     if isinstance(value, np.ndarray) and not value.dtype.hasobject:
         return {ARRAY: arrays.add(value)}
-    if (name := type(value).__name__) in KINDS and isinstance(value, KINDS[name]):
-        each = {one.name: getattr(value, one.name) for one in fields(value)}
-        return {OBJECT: [name, _plain(each, f"{where}.{name}", arrays)]}
     if isinstance(value, Mapping):
         if wrong := [key for key in value if not isinstance(key, str)]:
             raise UsageError(f"{where} has the key {wrong[0]!r:.80}: the keys of a state are texts")
@@ -162,8 +156,6 @@ def _whole(value: Any, arrays: Mapping[str, Any]) -> Any:
             return found.copy() if key == ARRAY else found.tobytes()
         if key == TUPLE:
             return tuple(_whole(each, arrays) for each in inner)
-        if key == OBJECT:
-            return KINDS[inner[0]](**_whole(inner[1], arrays))
     return {key: _whole(each, arrays) for key, each in value.items()}
 
 
@@ -172,9 +164,9 @@ def states_of(parts: Mapping[str, Any]) -> dict[str, Any]:
     return {name: dict(part.state()) for name, part in parts.items() if isinstance(part, Stateful)}
 
 
-def restarts(part: Any) -> bool:
+def has_record(part: Any) -> bool:
     """True if an object goes on from a record of its own after a step that has no checkpoint."""
-    return isinstance(part, Stateful) and callable(getattr(part, "restart", None))
+    return isinstance(part, Stateful) and callable(getattr(part, "go_back", None))
 
 
 def restore_states(parts: Mapping[str, Any], states: Mapping[str, Any], where: str) -> None:

@@ -18,36 +18,24 @@ from rlmesh.rl.checkpoints.state import decoded, encoded, seed_generators
 from rlmesh.rl.checkpoints.store import CheckpointStore, checkpoint_folder, saved_step
 from rlmesh.rl.trainers.here import _MetricsLink
 from rlmesh.rl.trainers.progress import Progress
-from rlmesh.rl.types import Episode, Failed, Group, Score, Turn
 from tests.rl.checkpoints.runs import make
 
 
 def test_a_state_comes_back_as_it_was() -> None:
-    turns = (
-        Turn.said([1, 2]),
-        Turn(np.int32([3, 4]), "policy", np.float32([-0.1, -0.2]), version_spans=((7, 0, 1), (8, 1, 2))),
-    )
-    outcomes = {"right": Score(0.1 + 0.2, {"a": 1.0}), "sandbox": Failed("timeout")}
-    group = Group((0, 3), (Episode(turns, "length", outcomes), Episode(turns)), {"prompt": "a", "n": np.arange(3)})
     state = {
         "number": 0.1 + 0.2, "none": None, "text": "ä", "nested": [{"a": (1, (2.5,))}, True], "bytes": b"\0\xff",
         "array": np.arange(6, dtype=np.int16).reshape(2, 3), "empty": np.zeros((0, 4)), "scalar": np.float32(0.5),
-        "zero_d": np.array(2**40), "group": group,
+        "zero_d": np.array(2**40), "same_dtype": [np.arange(2, dtype=np.int16), np.array([1.5])],
     }  # fmt: skip
     whole = encoded(state)
     state["array"][:] = 0  # a later change is not part of it
     found = decoded(whole)
-    again = found.pop("group")
-    del state["group"]
     state["array"] = np.arange(6, dtype=np.int16).reshape(2, 3)
     assert found.keys() == state.keys()
     for name, value in state.items():
         np.testing.assert_equal(found[name], value)
-        assert np.asarray(found[name]).dtype == np.asarray(value).dtype or name == "scalar"
-    assert (again.key, again.row["prompt"], len(again)) == ((0, 3), "a", 2)
-    assert again.episodes[0].outcomes == outcomes and again.episodes[0].finish_reason == "length"
-    assert again.episodes[0].policy_version == 7
-    np.testing.assert_array_equal(again.episodes[1].sampled_log_probs, group.episodes[1].sampled_log_probs)
+        if isinstance(value, np.ndarray):
+            assert found[name].dtype == value.dtype and found[name].flags.writeable
 
 
 @pytest.mark.parametrize(
@@ -112,12 +100,12 @@ class Recorded:
     def restore(self, state: Mapping[str, Any]) -> None:
         self.calls.append(state["value"])
 
-    def restart(self, step: int) -> None:
+    def go_back(self, step: int) -> None:
         self.calls.append(f"after {step}")
 
 
 class Plain(Recorded):
-    restart = None  # type: ignore[assignment]
+    go_back = None  # type: ignore[assignment]
 
 
 def test_a_trainer_that_restarts_alone_goes_on_from_what_was_noted(tmp_path: Path) -> None:
