@@ -65,6 +65,8 @@ def test_progress_is_read_as_it_was_written(tmp_path: Path) -> None:
     Progress(7, 4, "{}").write(tmp_path)
     assert Progress.read(tmp_path) == Progress(7, 4, "{}")
     assert [path.name for path in tmp_path.iterdir()] == ["progress.json"]
+    (tmp_path / "progress.json").write_text("")
+    assert Progress.read(tmp_path) == Progress(), "the machine failed"
     (tmp_path / "progress.json").write_text('{"step": 2, "saved": 2}')
     with pytest.raises(UsageError, match=r"progress\.json is of another version of rlmesh"):
         Progress.read(tmp_path)

@@ -42,7 +42,7 @@ class Progress:
         path = run_dir / FILE
         try:
             return cls(**json.loads(path.read_text()))
-        except FileNotFoundError:
+        except (FileNotFoundError, ValueError):  # a machine that failed may leave an empty file
             return cls()
         except TypeError as error:
             raise UsageError(f"{path} is of another version of rlmesh, so the run cannot go on: {error}") from None
