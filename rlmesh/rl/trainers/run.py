@@ -21,7 +21,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from rlmesh.errors import UsageError
 from rlmesh.rl.rewards.model import RewardModel
@@ -94,7 +94,16 @@ class Run:
         devices_per_node: GPUs of each node; 0: train on CPUs.
         nodes: machines of the job.
         seed: of the order of prompts and of sampling.
-        save_every: steps between checkpoints.
+        save_every: steps between checkpoints. The last step has one too.
+        keep_last: this many of the latest checkpoints are kept.
+        keep_best: the metric by which the best checkpoint is kept too, such as ``"val/reward_mean"``; with ``-`` before
+            it, the smallest value is the best. Empty: only the latest are kept.
+        resume: ``"auto"``: go on from the latest checkpoint of the run directory, if it has one. ``"must"``: refuse to
+            start without one. ``"never"``: refuse to start with one.
+        restore: the checkpoint of another run with which this one begins: its folder ``checkpoints/step-…``, or its run
+            directory.
+        restore_parts: ``weights`` and ``optimizer``, of all models in training that the checkpoint has, or of one:
+            ``actor.weights``.
         examine: print this many scored responses of each step.
         reward_workers: processes that score.
 
@@ -121,6 +130,11 @@ class Run:
     nodes: int = 1
     seed: int = 0
     save_every: int = 50
+    keep_last: int = 2
+    keep_best: str = ""
+    resume: Literal["auto", "never", "must"] = "auto"
+    restore: str | Path | None = None
+    restore_parts: Sequence[str] = ("weights",)
     examine: int = 0
     reward_workers: int = 2
     prompt_key: str = "prompt"
@@ -191,7 +205,7 @@ class Run:
             yield "rewards: give at least one reward"
         if self.pipeline not in PIPELINES:
             yield f"pipeline={self.pipeline!r}: there is {', '.join(map(repr, PIPELINES))}"
-        for name in ("steps", "batch_size", "max_prompt_tokens", "save_every", "nodes", "reward_workers"):
+        for name in ("steps", "batch_size", "max_prompt_tokens", "save_every", "keep_last", "nodes", "reward_workers"):
             if isinstance(value := getattr(self, name), int) and value < 1:
                 yield f"{name}={value} must be ≥ 1"
         for name in ("validate_every", "devices_per_node", "examine", "seed"):
@@ -283,9 +297,14 @@ class Run:
             JobFailed: the job failed; the error names the root cause.
         """
         self.check()
-        from rlmesh.rl.trainers.trainer import result_of  # loads torch, which the check may not need
+        from rlmesh.rl.checkpoints.resuming import before_start  # loads torch, which the check may not need
+        from rlmesh.rl.trainers.trainer import result_of, result_of_complete
 
-        result = self.job().submit(name, **options)
+        job = self.job()
+        run_dir = job.known_run_dir(options.get("run_dir"))
+        if before_start(self, run_dir) and run_dir is not None:
+            return result_of_complete(run_dir)
+        result = job.submit(name, **options)
         return result_of(Path(result.run_dir))
 
     def here(self, name: str = "run", run_dir: str | Path | None = None) -> RunResult:
@@ -301,8 +320,13 @@ class Run:
         Raises:
             UsageError: something is wrong with the settings.
         """
+        from rlmesh.rl.checkpoints.resuming import before_start
         from rlmesh.rl.trainers.here import run_here
+        from rlmesh.rl.trainers.trainer import result_of_complete
 
         self.check()
         stamp = time.strftime("%Y%m%d-%H%M%S")
-        return run_here(self, Path("runs") / f"{name}-here-{stamp}" if run_dir is None else Path(run_dir))
+        folder = Path("runs") / f"{name}-here-{stamp}" if run_dir is None else Path(run_dir)
+        if before_start(self, folder if run_dir is not None else None):
+            return result_of_complete(folder)
+        return run_here(self, folder)
