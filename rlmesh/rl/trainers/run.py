@@ -21,7 +21,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from rlmesh.errors import UsageError
 from rlmesh.rl.rewards.model import RewardModel
@@ -81,6 +81,8 @@ class Run:
         validate_every: steps between validations; 0: before the first and after the last step only.
         batch_size: prompts per step.
         max_prompt_tokens: longer prompts are left out, and counted.
+        prompt_key: the column of the prompts.
+        template: further arguments of the tokenizer's chat template, such as ``{"enable_thinking": False}``.
         pipeline: how far sampling may be ahead of training: ``"sync"``, ``"one-step-off"`` or
             ``"async(staleness=2)"``; see docs/pipelines.md.
         train: the training engine: ``ddp``, ``fsdp2``, ``zero1``, ``zero2`` or ``zero3``.
@@ -93,7 +95,16 @@ class Run:
         devices_per_node: GPUs of each node; 0: train on CPUs.
         nodes: machines of the job.
         seed: of the order of prompts and of sampling.
-        save_every: steps between checkpoints.
+        save_every: steps between checkpoints. The last step has one too.
+        keep_last: this many of the latest checkpoints are kept.
+        keep_best: the metric by which the best checkpoint is kept too, such as ``"val/reward_mean"``; with ``-`` before
+            it, the smallest value is the best. Empty: only the latest are kept.
+        resume: ``"auto"``: go on from the latest checkpoint of the run directory, if it has one. ``"must"``: refuse to
+            start without one. ``"never"``: refuse to start with one.
+        restore: the checkpoint of another run with which this one begins: its folder ``checkpoints/step-…``, or its run
+            directory.
+        restore_parts: ``weights`` and ``optimizer``, of all models in training that the checkpoint has, or of one:
+            ``actor.weights``.
         examine: print this many scored responses of each step.
         reward_workers: processes that score.
 
@@ -120,8 +131,15 @@ class Run:
     nodes: int = 1
     seed: int = 0
     save_every: int = 50
+    keep_last: int = 2
+    keep_best: str = ""
+    resume: Literal["auto", "never", "must"] = "auto"
+    restore: str | Path | None = None
+    restore_parts: Sequence[str] = ("weights",)
     examine: int = 0
     reward_workers: int = 2
+    prompt_key: str = "prompt"
+    template: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         given: Any = self.rollout
@@ -188,7 +206,7 @@ class Run:
             yield "rewards: give at least one reward"
         if isinstance(self.pipeline, str):
             yield from self._pipeline_faults()
-        for name in ("steps", "batch_size", "max_prompt_tokens", "save_every", "nodes", "reward_workers"):
+        for name in ("steps", "batch_size", "max_prompt_tokens", "save_every", "keep_last", "nodes", "reward_workers"):
             if isinstance(value := getattr(self, name), int) and value < 1:
                 yield f"{name}={value} must be ≥ 1"
         for name in ("validate_every", "devices_per_node", "examine", "seed"):
@@ -257,7 +275,10 @@ class Run:
         from rlmesh.rl.data.loader import load_prompts
 
         chosen = self.data if data is None else data
-        return load_prompts(chosen, tokenizer, seed=self.seed, max_prompt_tokens=self.max_prompt_tokens)
+        return load_prompts(
+            chosen, tokenizer, seed=self.seed, prompt_key=self.prompt_key, max_prompt_tokens=self.max_prompt_tokens,
+            template=self.template,
+        )  # fmt: skip
 
     def job(self) -> DLJob:
         """The job of this run: the trainer, and the roles that its settings ask for."""
@@ -302,9 +323,14 @@ class Run:
             JobFailed: the job failed; the error names the root cause.
         """
         self.check()
-        from rlmesh.rl.trainers.trainer import result_of  # loads torch, which the check may not need
+        from rlmesh.rl.checkpoints.resuming import before_start  # loads torch, which the check may not need
+        from rlmesh.rl.trainers.trainer import result_of, result_of_complete
 
-        result = self.job().submit(name, **options)
+        job = self.job()
+        run_dir = job.known_run_dir(options.get("run_dir"))
+        if before_start(self, run_dir) and run_dir is not None:
+            return result_of_complete(run_dir)
+        result = job.submit(name, **options)
         return result_of(Path(result.run_dir))
 
     def here(self, name: str = "run", run_dir: str | Path | None = None) -> RunResult:
@@ -320,8 +346,13 @@ class Run:
         Raises:
             UsageError: something is wrong with the settings.
         """
+        from rlmesh.rl.checkpoints.resuming import before_start
         from rlmesh.rl.trainers.here import run_here
+        from rlmesh.rl.trainers.trainer import result_of_complete
 
         self.check()
         stamp = time.strftime("%Y%m%d-%H%M%S")
-        return run_here(self, Path("runs") / f"{name}-here-{stamp}" if run_dir is None else Path(run_dir))
+        folder = Path("runs") / f"{name}-here-{stamp}" if run_dir is None else Path(run_dir)
+        if before_start(self, folder if run_dir is not None else None):
+            return result_of_complete(folder)
+        return run_here(self, folder)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import pickle
 import time
 from collections.abc import Sequence
 from functools import cached_property
@@ -18,16 +17,18 @@ import torch
 from rlmesh import RoleGroup, WeightSync, current_worker
 from rlmesh.errors import CallError, SourceRestarted, UsageError, WeightsNotReady, WeightSyncError
 from rlmesh.rl.algorithms.protocol import Evaluated, TokenWeights
+from rlmesh.rl.checkpoints.resuming import SUMMARY, TrainerCheckpoints, finished_steps
+from rlmesh.rl.checkpoints.state import seed_generators
 from rlmesh.rl.data.loader import PromptLoader
 from rlmesh.rl.drift import DriftAlarm, drift
 from rlmesh.rl.engines.rollout import SamplingParams
 from rlmesh.rl.packing import Packs, Tokens
+from rlmesh.rl.rewards.reward import Reward
 from rlmesh.rl.rewards.scoring import Rewards
 from rlmesh.rl.roles.defaults import keep_objects, run_settings
 from rlmesh.rl.rollout.role_engines import OwnSampling
 from rlmesh.rl.rollout.run_sampling import RunSampling, role_engines
 from rlmesh.rl.trainers.batches import joined, lengths_of, matrix_of, packs_of, shares_of, value_metrics, values_of
-from rlmesh.rl.trainers.progress import Progress, checkpoint_folder, remove_other_checkpoints
 from rlmesh.rl.types import Episode, Group, Outcome, Score
 
 if TYPE_CHECKING:
@@ -39,7 +40,7 @@ PUSHES = 5
 RESTART_NEWS_S = 2.0
 """Seconds that a failed call waits for the news that a restart was its cause."""
 UNCORRECTED = "samples of older weights are trained on as they are; set algorithm.correction=token to weigh them"
-SUMMARY, MODEL, BUFFER = "summary.json", "model", "buffer.pickle"
+MODEL = "model"
 
 
 class Trainer:
@@ -57,37 +58,51 @@ class Trainer:
         )  # fmt: skip
         self.validation_rewards = self.rewards
         data = self.settings.dataset(self.tokenizer)
-        print(f"data: {data.counts}", flush=True)
+        self.tell(f"data: {data.counts}")
         if self.settings.schedule.staleness and getattr(self.algorithm, "correction", True) is None:
-            print(f"pipeline={self.settings.pipeline!r}: {UNCORRECTED}", flush=True)
+            self.tell(f"pipeline={self.settings.pipeline!r}: {UNCORRECTED}")
+        loader = PromptLoader(data, self.settings.batch_size, seed=self.settings.seed)
         self.buffer = RunSampling(
-            self.settings, PromptLoader(data, self.settings.batch_size, seed=self.settings.seed),
-            lambda groups: self.score(self.rewards, groups), lambda one: self.rewards.total(one), self.run_dir,
+            self.settings, loader, lambda groups: self.score(self.rewards, groups),
+            lambda one: self.rewards.total(one), self.run_dir,
         )  # fmt: skip
         self.alarm = DriftAlarm(self.settings.actor.precision)
-        self.version, self.lost, self.last = 0, 0, dict[str, float]()
+        self.version, self.last, self.stopped = 0, dict[str, float](), False
+        self.checkpoints = TrainerCheckpoints(
+            self.settings, self.run_dir, roles=lambda: [(name, role) for name, role, _ in self.trained()],
+            objects=self.stateful, position=loader.position, tell=self.tell,
+        )  # fmt: skip
         keep_objects()
 
     def teardown(self) -> None:
+        self.checkpoints.writer.stop()
         self.buffer.close()
         self.rewards.close()
         self.validation_rewards.close()
 
     def run(self) -> None:
+        if finished_steps(self.run_dir) >= self.settings.steps:
+            result_of_complete(self.run_dir)
+            return
         self.fit()
         self.buffer.close()
         self.hold(None)
         if self.engines is not self.actor:
             self.weight_sync.close()
-        self.export()
+        self.checkpoints.close()
+        if not self.stopped:
+            self.export()
 
     def fit(self) -> None:
-        """All steps that remain. When a model in training restarts, all of them go back to the same checkpoint."""
+        """All steps that remain, or those up to a stop of the job. When a model in training restarts, all of them
+        go back to the same checkpoint."""
         ready = False
         while not ready or self.version < self.settings.steps:
             try:
                 if ready:
                     self.step(self.version + 1)
+                    if self.stops():
+                        return
                 else:
                     self.begin()
                     ready = True
@@ -100,15 +115,16 @@ class Trainer:
         """One step: take scored samples, evaluate, train, save, publish, report. Engines sample for later steps
         meanwhile, as far as the pipeline allows."""
         began = time.perf_counter()
+        seed_generators(self.settings.seed, step, ("TRAINER",))
         groups = self.buffer.take(step)
         packs, batch = self.evaluate(groups)
         metrics = self.rewards.metrics(groups) | lengths_of(groups)
         metrics |= self.train(packs, batch, self.algorithm.weigh(batch))
         self.version = step
         self.buffer.trained(step)
-        saved = self.save()
+        metrics |= self.save()
         self.publish()
-        self.finish(step, metrics | self.buffer.report() | {"step_time_s": time.perf_counter() - began}, saved)
+        self.finish(step, metrics | self.buffer.report() | {"step_time_s": time.perf_counter() - began})
         self.buffer.advance(step)
 
     # Stages of a step.
@@ -249,17 +265,15 @@ class Trainer:
             "prompt_tokens_saved": joined(packs["actor"]).saved_share,
         }
 
-    def save(self) -> bool:
-        """Write a checkpoint of all models in training if this step is to have one; true if so. The checkpoint counts
-        as soon as `finish` has noted it."""
-        step = self.version
-        if step % self.settings.save_every and step != self.settings.steps:
-            return False
-        remove_other_checkpoints(self.run_dir, Progress.read(self.run_dir).saved)
-        for call in [role.call("save", step) for _, role, _ in self.trained()]:
-            call.result()
-        (checkpoint_folder(self.run_dir, step) / BUFFER).write_bytes(pickle.dumps(self.buffer.state()))
-        return True
+    def save(self, *, now: bool = False) -> dict[str, float]:
+        """Begin a checkpoint of all models in training if this step is to have one, or ``now``. It is completed in the
+        background after `finish`. Returns metrics: the pause of training, and the number of checkpoints that failed.
+        """
+        step, writer = self.version, self.checkpoints.writer
+        if step % self.settings.save_every and step != self.settings.steps and not now:
+            return {}
+        writer.begin(step)
+        return {"save_pause_s": writer.pause_s} | ({"saves_failed": float(writer.failures)} if writer.failures else {})
 
     def publish(self) -> None:
         """Push the actor's weights to the engines, under the current version."""
@@ -286,15 +300,25 @@ class Trainer:
             self.hold(self.engines)
             self.weight_sync.catch_up()
 
-    def finish(self, step: int, metrics: dict[str, float], saved: bool) -> None:
-        """Validate and report, and note on disk that the step is done, and whether it is saved."""
+    def finish(self, step: int, metrics: dict[str, float]) -> None:
+        """Validate and report, note on disk that the step is done, and complete its checkpoint."""
         settings = self.settings
         if step == settings.steps or (settings.validate_every and step % settings.validate_every == 0):
             metrics |= self.validate()
         self.last = {name: value for name, value in metrics.items() if np.isfinite(value)}
-        self.last["steps_lost"] = float(self.lost)
+        self.last["steps_lost"] = float(self.checkpoints.lost)
         current_worker().report(step=step, total_steps=settings.steps, **self.last)
-        Progress(step, step if saved else Progress.read(self.run_dir).saved, self.lost).write(self.run_dir)
+        self.checkpoints.finish(step, self.last)
+
+    def stops(self) -> bool:
+        """True if the job stops after this step, such as before the end of its time; then the step has a checkpoint."""
+        if current_worker().step_boundary(self.version) is None:
+            return False
+        if self.checkpoints.writer.wait() and self.checkpoints.store.latest_step != self.version:
+            self.save(now=True)
+            self.checkpoints.finish(self.version, self.last)
+        self.stopped = True
+        return True
 
     def validate(self) -> dict[str, float]:
         """Mean rewards of greedy responses to the validation prompts; empty if the run has no validation data."""
@@ -318,6 +342,16 @@ class Trainer:
         aside.replace(self.run_dir / SUMMARY)
 
     # Roles, and restarts.
+
+    def stateful(self) -> dict[str, Any]:
+        """The objects whose states belong to checkpoints, if they are `Stateful`, by name. Override it to add more."""
+        own = {"buffer": self.buffer, "algorithm": self.algorithm, "alarm": self.alarm}
+        inline = [one for one in self.settings.scored if isinstance(one, Reward) and one.inline]
+        return {**own, **{f"reward {one.name}": one.function for one in inline}}
+
+    def tell(self, text: str) -> None:
+        """Print a text for people."""
+        print(text, flush=True)
 
     def group(self, role: str) -> Any:
         """The members of a role; empty if the job has no such role."""
@@ -380,21 +414,14 @@ class Trainer:
         if self.shares:
             for role in {id(role): role for role in (self.engines, self.actor)}.values():
                 role.options(idempotent=True).call("release_devices").result()
-        progress = Progress.read(self.run_dir)
         trained = [role for _, role, _ in self.trained()]
         reached = {steps for role in trained for steps in role.call("finished_steps").result()}
-        self.version = progress.step if reached == {progress.step} else progress.saved
+        self.version = self.checkpoints.step_after(reached)
         for call in [role.call("restore", self.version) for role in trained]:
             call.result()
-        self.lost = progress.lost + progress.step - self.version
-        Progress(self.version, progress.saved, self.lost).write(self.run_dir)
-        saved = checkpoint_folder(self.run_dir, self.version) / BUFFER
-        if saved.exists():
-            self.buffer.restore(pickle.loads(saved.read_bytes()))
-        else:
-            self.buffer.go_back(self.version)
+        self.last = self.checkpoints.restore(self.version)
         if self.version < before:
-            print(f"back to step {self.version}: {before - self.version} steps were lost to a restart", flush=True)
+            self.tell(f"back to step {self.version}: {before - self.version} steps were lost to a restart")
         self.publish()
         if self.version == 0:
             self.last = self.validate()
@@ -427,3 +454,10 @@ def result_of(run_dir: Path) -> RunResult:
 
     summary = json.loads((run_dir / SUMMARY).read_text())
     return RunResult(run_dir, run_dir / MODEL, summary["metrics"])
+
+
+def result_of_complete(run_dir: Path) -> RunResult:
+    """The result of a run that was complete before it started again; people are told so."""
+    result = result_of(run_dir)
+    print(f"already complete: {finished_steps(run_dir)} steps are done; the policy is in {result.model}", flush=True)
+    return result
