@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 from rlmesh.errors import UsageError
 from rlmesh.rl.rewards.model import RewardModel
 from rlmesh.rl.rewards.reward import Reward
+from rlmesh.rl.rollout.pipeline import Pipeline
 from rlmesh.rl.trainers.settings import (
     ActorSettings,
     CriticSettings,
@@ -47,7 +48,6 @@ else:
 
 __all__ = ["Run", "RunResult"]
 
-PIPELINES = ("sync",)
 NEEDS = ("critic", "greedy", "reference")
 
 
@@ -81,7 +81,8 @@ class Run:
         validate_every: steps between validations; 0: before the first and after the last step only.
         batch_size: prompts per step.
         max_prompt_tokens: longer prompts are left out, and counted.
-        pipeline: how sampling and training take turns. ``"sync"`` is the only one so far.
+        pipeline: how far sampling may be ahead of training: ``"sync"``, ``"one-step-off"`` or
+            ``"async(staleness=2)"``; see docs/pipelines.md.
         train: the training engine: ``ddp``, ``fsdp2``, ``zero1``, ``zero2`` or ``zero3``.
         actor: the policy in training.
         rollout: the engines that sample; a text names the engine.
@@ -199,8 +200,8 @@ class Run:
                 yield f"{name}.minibatches={count} must be ≤ batch_size={self.batch_size}"
         if not self.rewards:
             yield "rewards: give at least one reward"
-        if self.pipeline not in PIPELINES:
-            yield f"pipeline={self.pipeline!r}: there is {', '.join(map(repr, PIPELINES))}"
+        if isinstance(self.pipeline, str):
+            yield from self._pipeline_faults()
         for name in ("steps", "batch_size", "max_prompt_tokens", "save_every", "keep_last", "nodes", "reward_workers"):
             if isinstance(value := getattr(self, name), int) and value < 1:
                 yield f"{name}={value} must be ≥ 1"
@@ -218,6 +219,21 @@ class Run:
         if self.train not in get_args(Engine):
             yield f"train={self.train!r}: the engines are {', '.join(get_args(Engine))}"
 
+    def _pipeline_faults(self) -> Iterator[str]:
+        try:
+            ahead = self.schedule.staleness
+        except UsageError as error:
+            yield str(error)
+            return
+        if ahead and self.placement in ("shared", "fused"):
+            yield (
+                f"pipeline={self.pipeline!r} samples while it trains, so engines need devices of their own: set "
+                f"placement='separate', not {self.placement!r}, or pipeline='sync'"
+            )
+        samples = getattr(self.algorithm, "samples", 2)
+        if getattr(self.rollout, "dynamic_sampling", False) is True and samples == 1:
+            yield "rollout.dynamic_sampling compares the responses of a prompt: algorithm.samples must be ≥ 2"
+
     def _placement_faults(self) -> Iterator[str]:
         if self.placement not in get_args(Placement):
             yield f"placement={self.placement!r}: there is {', '.join(map(repr, get_args(Placement)))}"
@@ -227,6 +243,11 @@ class Run:
             yield (
                 f"placement='fused': each of the actor's ranks has an engine, so rollout.engines="
                 f"{engines} must be actor.ranks={ranks}"
+            )
+        elif self.placement == "auto" and self.placed == "shared" and self.schedule.staleness:
+            yield (
+                f"pipeline={self.pipeline!r} samples while it trains, but with {self.devices} devices the roles share "
+                "them: set devices_per_node higher, or pipeline='sync'"
             )
 
     def check(self) -> None:
@@ -257,6 +278,11 @@ class Run:
         from rlmesh.rl.trainers.job import build
 
         return build(self)
+
+    @property
+    def schedule(self) -> Pipeline:
+        """The rules of ``pipeline``."""
+        return Pipeline.parse(self.pipeline)
 
     @property
     def reward_models(self) -> tuple[RewardModel, ...]:

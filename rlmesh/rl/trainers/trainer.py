@@ -19,14 +19,15 @@ from rlmesh.errors import CallError, SourceRestarted, UsageError, WeightsNotRead
 from rlmesh.rl.algorithms.protocol import Evaluated, TokenWeights
 from rlmesh.rl.checkpoints.resuming import SUMMARY, TrainerCheckpoints, finished_steps
 from rlmesh.rl.checkpoints.state import seed_generators
-from rlmesh.rl.data.loader import Drawn, PromptLoader
+from rlmesh.rl.data.loader import PromptLoader
 from rlmesh.rl.drift import DriftAlarm, drift
 from rlmesh.rl.engines.rollout import SamplingParams
 from rlmesh.rl.packing import Packs, Tokens
 from rlmesh.rl.rewards.reward import Reward
 from rlmesh.rl.rewards.scoring import Rewards
 from rlmesh.rl.roles.defaults import keep_objects, run_settings
-from rlmesh.rl.rollout.buffer import SampleBuffer
+from rlmesh.rl.rollout.role_engines import OwnSampling
+from rlmesh.rl.rollout.run_sampling import RunSampling, role_engines
 from rlmesh.rl.trainers.batches import joined, lengths_of, matrix_of, packs_of, shares_of, value_metrics, values_of
 from rlmesh.rl.types import Episode, Group, Outcome, Score
 
@@ -58,7 +59,10 @@ class Trainer:
         data = self.settings.dataset(self.tokenizer)
         self.tell(f"data: {data.counts}")
         loader = PromptLoader(data, self.settings.batch_size, seed=self.settings.seed)
-        self.buffer = SampleBuffer(loader, self.sample)
+        self.buffer = RunSampling(
+            self.settings, loader, lambda groups: self.score(self.rewards, groups),
+            lambda one: self.rewards.total(one), self.run_dir,
+        )  # fmt: skip
         self.alarm = DriftAlarm(self.settings.actor.precision)
         self.version, self.last, self.stopped = 0, dict[str, float](), False
         self.checkpoints = TrainerCheckpoints(
@@ -69,6 +73,7 @@ class Trainer:
 
     def teardown(self) -> None:
         self.checkpoints.writer.stop()
+        self.buffer.close()
         self.rewards.close()
         self.validation_rewards.close()
 
@@ -77,6 +82,7 @@ class Trainer:
             result_of_complete(self.run_dir)
             return
         self.fit()
+        self.buffer.close()
         self.hold(None)
         if self.engines is not self.actor:
             self.weight_sync.close()
@@ -103,32 +109,32 @@ class Trainer:
                 ready = False
 
     def step(self, step: int) -> None:
-        """One step: sample, score, evaluate, train, save, publish, report."""
+        """One step: take scored samples, evaluate, train, save, publish, report. Engines sample for later steps
+        meanwhile, as far as the pipeline allows."""
         began = time.perf_counter()
         seed_generators(self.settings.seed, step, ("TRAINER",))
-        groups = self.score(self.rewards, self.buffer.take(step))
-        packs, batch = self.evaluate(self.usable(groups))
+        groups = self.buffer.take(step)
+        packs, batch = self.evaluate(groups)
         metrics = self.rewards.metrics(groups) | lengths_of(groups)
         metrics |= self.train(packs, batch, self.algorithm.weigh(batch))
         self.version = step
+        self.buffer.trained(step)
         metrics |= self.save()
         self.publish()
-        self.buffer.free(step)
-        self.finish(step, metrics | {"step_time_s": time.perf_counter() - began})
+        self.finish(step, metrics | self.buffer.report() | {"step_time_s": time.perf_counter() - began})
+        self.buffer.advance(step)
 
     # Stages of a step.
 
-    def sample(self, drawn: Sequence[Drawn], step: int) -> list[Group]:
-        """One group of responses per prompt, with the weights of the last push."""
-        samples = self.algorithm.samples
-        prompts = [one.prompt.ids.tolist() for one in drawn for _ in range(samples)]
-        episodes = self.generate(prompts, seed=self.settings.seed * 100_003 + step)
-        if late := {episode.policy_version for episode in episodes} - {self.version, None}:
-            raise RuntimeError(f"step {step}: sampled by versions {sorted(map(str, late))}, not by {self.version}")
-        return [
-            Group(one.key, tuple(episodes[place * samples : (place + 1) * samples]), one.prompt.row)
-            for place, one in enumerate(drawn)
-        ]
+    def connect(self) -> None:
+        """Let the buffer sample by the engines. A trainer with its own `draw` samples by that."""
+        run, in_turn = self.settings, self.engines is self.actor or self.shares
+        own = type(self).draw is not Trainer.draw
+        self.buffer.connect(
+            OwnSampling(lambda prompts, seed: self.generate(prompts, seed=seed))
+            if own else role_engines(run, self.group("ROLLOUT") or self.actor, in_turn=in_turn),
+            background=run.schedule.staleness > 0 and not in_turn and not own, revive=self.push_again,
+        )  # fmt: skip
 
     def generate(self, prompts: Sequence[list[int]], *, greedy: bool = False, seed: int = 0) -> list[Episode]:
         """One episode per prompt, sampled or greedy. The prompts are spread over the engines."""
@@ -153,21 +159,6 @@ class Trainer:
         if self.settings.reward_models:
             self.hold(None)  # a reward model may need the devices
         return rewards.score(groups)
-
-    def usable(self, groups: Sequence[Group]) -> list[Group]:
-        """The groups with at least one response that has a reward.
-
-        Raises:
-            RuntimeError: no response of the batch has one.
-        """
-        kept = [group for group in groups if any(isinstance(self.rewards.total(e), Score) for e in group.episodes)]
-        if not kept:
-            episodes = Group.episodes_of(groups)
-            raise RuntimeError(
-                f"no response of the batch has a reward: {episodes[0].outcomes} was said of the first of "
-                f"{len(episodes)}. Check the rewards and the columns of the data that they read"
-            )
-        return kept
 
     def evaluate(self, groups: Sequence[Group]) -> tuple[dict[str, list[Packs]], Evaluated]:
         """Pack the groups, and ask the roles for what the algorithm needs: log-probabilities, values, greedy rewards.
@@ -223,7 +214,8 @@ class Trainer:
             log_probs=found.pop("log_probs", None),
             sampled_log_probs=torch.from_numpy(tokens.sampled_log_probs),
             greedy_rewards=None if greedy is None else values_of([greedy[number] for number in numbers]),
-            cut_off=torch.tensor([episode.finish_reason == "length" for episode in episodes]),
+            cut_off=torch.tensor([episode.finish_reason in ("length", "time") for episode in episodes]),
+            current=torch.tensor([episode.versions <= {self.version} for episode in episodes]),
             **found,
         )
 
@@ -257,7 +249,11 @@ class Trainer:
         if log_probs is None:
             rows = self.actor.call("first_log_probs").result()
             log_probs = matrix_of(batch.mask, joined(packs["actor"]), [one for own in rows for one in own])
-        alarms = self.alarm.check(drift(log_probs, batch.sampled_log_probs, batch.mask), version=self.version)
+        # Log-probabilities of other weights differ rightly.
+        same = batch.mask if batch.current is None else batch.mask & batch.current.unsqueeze(1)
+        alarms = self.alarm.check(drift(log_probs, batch.sampled_log_probs, same), version=self.version)
+        if self.settings.schedule.staleness:
+            alarms["off_policy_k3"] = drift(log_probs, batch.sampled_log_probs, batch.mask).k3
         return {
             **{name: value for report in reports for name, value in report.items()},
             **value_metrics(batch, weights),
@@ -410,6 +406,8 @@ class Trainer:
     def begin(self) -> None:
         """Bring all models in training to the same step, and publish the weights; at step 0, validate."""
         before, self.holder = self.version, None
+        self.connect()
+        self.buffer.pause()
         if self.shares:
             for role in {id(role): role for role in (self.engines, self.actor)}.values():
                 role.options(idempotent=True).call("release_devices").result()
@@ -425,6 +423,7 @@ class Trainer:
         if self.version == 0:
             self.last = self.validate()
             current_worker().report(step=0, total_steps=self.settings.steps, **self.last)
+        self.buffer.advance(self.version)
 
     @cached_property
     def weight_sync(self) -> WeightSync:
