@@ -138,6 +138,7 @@ class LocalTrained(TrainedRole):
 
     def __init__(self, run: Run, model: Any, eps: float) -> None:
         self.run_settings, self.settings = run, getattr(run, self.section)
+        self.who = self.section.upper(), 0
         self.device = next(model.parameters()).device
         self.turns = Turns(leased=False)
         engine: Any = make_engine(run.train, model, self.settings, run.steps)
