@@ -53,8 +53,8 @@ class Trainer:
         self.algorithm = self.settings.algorithm
         self.holder: Any = None
         self.rewards = Rewards(
-            self.settings.scored, self.tokenizer, workers=self.settings.reward_workers, examine=self.settings.examine,
-            group=self.group,
+            self.settings.scored, self.tokenizer, workers=self.settings.reward_workers,
+            examine=self.settings.examine if self.settings.schedule.drains else 0, group=self.group,
         )  # fmt: skip
         self.validation_rewards = self.rewards
         data = self.settings.dataset(self.tokenizer)
@@ -117,6 +117,8 @@ class Trainer:
         began = time.perf_counter()
         seed_generators(self.settings.seed, step, ("TRAINER",))
         groups = self.buffer.take(step)
+        if not self.settings.schedule.drains:  # groups are scored one by one
+            self.rewards.show(groups, self.settings.examine)
         packs, batch = self.evaluate(groups)
         metrics = self.rewards.metrics(groups) | lengths_of(groups)
         metrics |= self.train(packs, batch, self.algorithm.weigh(batch))
