@@ -105,7 +105,7 @@ class LocalRun:
         """Train on one batch; one result per optimizer step."""
         self.actor.reports.clear()
         trainer = self.trainer
-        packs, evaluated = trainer.evaluate(trainer.usable(groups_of(batch)))
+        packs, evaluated = trainer.evaluate(groups_of(batch))
         trainer.train(packs, evaluated, trainer.algorithm.weigh(evaluated))
         trainer.version += 1
         return [StepSeen(report.loss, report.grad_norm) for report in self.actor.reports]

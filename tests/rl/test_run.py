@@ -33,13 +33,13 @@ def test_all_faults_of_the_settings_come_in_one_message() -> None:
     with pytest.raises(UsageError) as raised:
         Run(
             **settings(
-                steps=0, batch_size="16", pipeline="one-step-off", train="fsdp", rewards=[],
+                steps=0, batch_size="16", pipeline="two-steps-off", train="fsdp", rewards=[],
                 actor=ActorSettings(lr=-1.0, ranks=0), rollout=RolloutSettings(temperature=0.0),
             )
         )  # fmt: skip
     text = str(raised.value)
     for fault in (
-        "steps=0 must be", "batch_size='16' must be a whole number", "pipeline='one-step-off': there is 'sync'",
+        "steps=0 must be", "batch_size='16' must be a whole number", "pipeline='two-steps-off': there is 'sync'",
         "train='fsdp'", "at least one reward", "actor.lr=-1.0", "actor.ranks=0", "rollout.temperature=0.0",
     ):  # fmt: skip
         assert fault in text
@@ -172,6 +172,7 @@ def raises(response: str) -> float:
         ({"data": [{"prompts": "a>"}] * 8}, "did you mean prompt_key='prompts'?"),
         ({"data": [{"question": "a>"}] * 8, "prompt_key": "questions"}, "did you mean prompt_key='question'?"),
         ({"rewards": [Reward(is_a), raises], "validation": "/nowhere"}, "validation: "),
+        ({"rewards": [is_a, is_a], "batch_size": 99}, "rewards: 2 are named 'is_a'"),
     ],
 )
 def test_faults_are_told_before_any_process_starts(tiny: Path, changes: dict[str, Any], said: str) -> None:
