@@ -10,6 +10,7 @@ import numpy as np
 from post_training_samples import Ids, RecordedBatch
 from post_training_trl import Settings, StepSeen
 
+from rlmesh import JobInfo, WorkerContext, acting_as
 from rlmesh.rl.algorithms import GRPO, Algorithm
 from rlmesh.rl.drift import DriftAlarm, DriftLimits
 from rlmesh.rl.rewards import Reward
@@ -123,7 +124,7 @@ class LocalTrainer(Trainer):
         self._roles = roles
 
     def group(self, role: str) -> Any:
-        return OneMember(self._roles[role]) if role in self._roles else OneMember(None)
+        return OneMember(self._roles.get(role), role, self.settings)
 
 
 class Mute:
@@ -205,8 +206,9 @@ class LocalReference(ReferenceRole):
 class OneMember:
     """A group of one member in this process, or of none."""
 
-    def __init__(self, member: Any) -> None:
-        self._member = member
+    def __init__(self, member: Any, role: str, run: Run) -> None:
+        link: Any = None
+        self._member, self._context = member, WorkerContext(JobInfo("local", "local", run), role, 0, 1, link)
 
     def __len__(self) -> int:
         return int(self._member is not None)
@@ -215,8 +217,8 @@ class OneMember:
         return self
 
     def call(self, method: str, *args: Any, _scatter: bool = False) -> Done:
-        result = getattr(self._member, method)(*(arg[0] for arg in args) if _scatter else args)
-        return Done([result])
+        with acting_as(self._context):
+            return Done([getattr(self._member, method)(*(arg[0] for arg in args) if _scatter else args)])
 
 
 class Done:

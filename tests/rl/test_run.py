@@ -172,6 +172,7 @@ def raises(response: str) -> float:
         ({"data": [{"prompts": "a>"}] * 8}, "did you mean prompt_key='prompts'?"),
         ({"data": [{"question": "a>"}] * 8, "prompt_key": "questions"}, "did you mean prompt_key='question'?"),
         ({"rewards": [Reward(is_a), raises], "validation": "/nowhere"}, "validation: "),
+        ({"rewards": [is_a, is_a], "batch_size": 99}, "rewards: 2 are named 'is_a'"),
     ],
 )
 def test_faults_are_told_before_any_process_starts(tiny: Path, changes: dict[str, Any], said: str) -> None:

@@ -39,9 +39,11 @@ def check(run: Run) -> str:
     Raises:
         UsageError: lists all faults, with the row where a row is at fault.
     """
-    faults = [*quick_faults(**{name: getattr(run, name) for name in QUICK}), *_names_that_occur_twice(run.scored)]
+    twice = [*_names_that_occur_twice(run.scored)]
+    faults = [*quick_faults(**{name: getattr(run, name) for name in QUICK}), *twice]
     tried, counts = set[str](), list[str]()
-    faults += _early_reward_faults(run, tried)
+    if not twice:
+        faults += _early_reward_faults(run, tried)
     if run.restore is not None or run.restore_parts != ("weights",):
         from rlmesh.rl.checkpoints.restoring import restore_faults  # loads torch
 
