@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -151,7 +152,9 @@ class TrainedRole(TakesTurns):
                 self.engine.load(checkpoint_folder(self.run_dir, step) / self.section)
             else:
                 self.engine.close()
+                gc.unfreeze()  # the old engine is to be collected, and no longer kept
                 self.engine = self.make_engine()
+                keep_objects()
 
     @rpc
     def save(self, version: int) -> None:

@@ -81,6 +81,8 @@ class Run:
         validate_every: steps between validations; 0: before the first and after the last step only.
         batch_size: prompts per step.
         max_prompt_tokens: longer prompts are left out, and counted.
+        prompt_key: the column of the prompts.
+        template: further arguments of the tokenizer's chat template, such as ``{"enable_thinking": False}``.
         pipeline: how sampling and training take turns. ``"sync"`` is the only one so far.
         train: the training engine: ``ddp``, ``fsdp2``, ``zero1``, ``zero2`` or ``zero3``.
         actor: the policy in training.
@@ -121,6 +123,8 @@ class Run:
     save_every: int = 50
     examine: int = 0
     reward_workers: int = 2
+    prompt_key: str = "prompt"
+    template: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         given: Any = self.rollout
@@ -236,7 +240,10 @@ class Run:
         from rlmesh.rl.data.loader import load_prompts
 
         chosen = self.data if data is None else data
-        return load_prompts(chosen, tokenizer, seed=self.seed, max_prompt_tokens=self.max_prompt_tokens)
+        return load_prompts(
+            chosen, tokenizer, seed=self.seed, prompt_key=self.prompt_key, max_prompt_tokens=self.max_prompt_tokens,
+            template=self.template,
+        )  # fmt: skip
 
     def job(self) -> DLJob:
         """The job of this run: the trainer, and the roles that its settings ask for."""

@@ -350,5 +350,8 @@ def kind_named(kind: Any) -> str:
         return "one of " + ", ".join(map(repr, get_args(kind)))
     if get_origin(kind) in (Union, types.UnionType):
         return " or ".join(kind_named(one) for one in get_args(kind))
-    names = {int: "a whole number", float: "a number", bool: "true or false", str: "a text", type(None): "null"}
-    return names.get(kind, getattr(kind, "__name__", str(kind)))
+    names = {
+        int: "a whole number", float: "a number", bool: "true or false", str: "a text", type(None): "null",
+        Sequence: "a list", tuple: "a list", Mapping: "a mapping",
+    }  # fmt: skip
+    return names.get(get_origin(kind) or kind, getattr(kind, "__name__", str(kind)))
