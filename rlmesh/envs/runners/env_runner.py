@@ -140,7 +140,7 @@ class EnvRunner:
 
         Raises:
             UsageError: both arguments, or a number below 1.
-            FloatingPointError: an environment returned a reward or an observation that is NaN.
+            FloatingPointError: an environment returned a reward or an observation that is NaN or infinite.
         """
         if num_steps is not None and num_episodes is not None:
             raise UsageError("sample: give num_steps or num_episodes, not both")
@@ -350,14 +350,14 @@ class EnvRunner:
         return Fragment(n, steps, given, valid, after, ended)
 
     def _require_numbers(self, rewards: np.ndarray, obs: np.ndarray) -> None:
-        """Refuse NaN, which would spread to all weights."""
+        """Refuse NaN and infinity, which would spread to all weights."""
         for name, array in (("a reward", rewards), ("an observation", obs)):
-            if array.dtype.kind == "f" and np.isnan(array).any():
-                i, time = np.argwhere(np.isnan(array))[0][:2]
+            if array.dtype.kind == "f" and not np.isfinite(array).all():
+                i, time = np.argwhere(~np.isfinite(array))[0][:2]
                 self._must_reset, self._obs_known = True, False
                 raise FloatingPointError(
-                    f"environment {i} of runner {self.worker_index} returned {name} that is NaN, in step {time} of the "
-                    "fragment"
+                    f"environment {i} of runner {self.worker_index} returned {name} that is NaN or infinite, in step "
+                    f"{time} of the fragment"
                 )
 
     def _finish(self, fragment: Fragment) -> SampleBatch:
