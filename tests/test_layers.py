@@ -53,7 +53,7 @@ HEAVY = {
     "matplotlib": ("rlmesh.observe.run_report",),
     "tensorboard": (),
     "omegaconf": ("rlmesh.rl.trainers",),
-    "gymnasium": ("rlmesh.envs",),
+    "gymnasium": ("rlmesh.envs", "rlmesh.cli.commands.train"),
     "vllm": ("rlmesh.rl.engines",),
     "deepspeed": ("rlmesh.rl.engines.training", "rlmesh.weights.zero_source"),
     "pynvml": ("rlmesh.placement.machine.nvml",),

@@ -111,7 +111,12 @@ def _train_agent(options: argparse.Namespace) -> int:
                 "--fit": options.fit, "--memory": options.memory}  # fmt: skip
     if given := [flag for flag, value in language.items() if value]:
         raise UsageError(f"{', '.join(given)}: for language models; not together with --run")
-    from rlmesh.tune import run as run_trial
+    try:
+        import gymnasium as gymnasium
+
+        from rlmesh.tune import run as run_trial
+    except ImportError as error:
+        raise UsageError(f"{error}; pip install 'rlmesh[envs]'") from error
 
     settings = {**_json_object("--config", options.algorithm_config)}
     if options.environment:
