@@ -32,13 +32,13 @@ def test_all_faults_of_the_settings_come_in_one_message() -> None:
     with pytest.raises(UsageError) as raised:
         Run(
             **settings(
-                steps=0, batch_size="16", pipeline="one-step-off", train="fsdp", rewards=[],
+                steps=0, batch_size="16", pipeline="two-steps-off", train="fsdp", rewards=[],
                 actor=ActorSettings(lr=-1.0, ranks=0), rollout=RolloutSettings(temperature=0.0),
             )
         )  # fmt: skip
     text = str(raised.value)
     for fault in (
-        "steps=0 must be", "batch_size='16' must be a whole number", "pipeline='one-step-off': there is 'sync'",
+        "steps=0 must be", "batch_size='16' must be a whole number", "pipeline='two-steps-off': there is 'sync'",
         "train='fsdp'", "at least one reward", "actor.lr=-1.0", "actor.ranks=0", "rollout.temperature=0.0",
     ):  # fmt: skip
         assert fault in text

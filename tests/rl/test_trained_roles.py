@@ -19,7 +19,7 @@ from rlmesh.rl.roles.critic import CriticRole
 from rlmesh.rl.roles.defaults import run_settings
 from rlmesh.rl.roles.fused import ActorRollout
 from rlmesh.rl.trainers import here
-from rlmesh.rl.trainers.progress import Progress, checkpoint_folder, remove_other_checkpoints
+from rlmesh.rl.trainers.progress import Progress
 from rlmesh.rl.trainers.run import Run
 from rlmesh.rl.trainers.settings import ActorSettings
 from tests.rl.run_job import ROWS, is_a
@@ -101,10 +101,11 @@ def test_built_in_roles_need_a_run() -> None:
 
 def test_progress_is_read_as_it_was_written(tmp_path: Path) -> None:
     assert Progress.read(tmp_path) == Progress(0, 0)
-    Progress(7, 4).write(tmp_path)
-    assert Progress.read(tmp_path) == Progress(7, 4)
+    Progress(7, 4, "{}").write(tmp_path)
+    assert Progress.read(tmp_path) == Progress(7, 4, "{}")
     assert [path.name for path in tmp_path.iterdir()] == ["progress.json"]
-    for step in (2, 4, 6):
-        checkpoint_folder(tmp_path, step).mkdir(parents=True)
-    remove_other_checkpoints(tmp_path, 4)
-    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-000004"]
+    (tmp_path / "progress.json").write_text("")
+    assert Progress.read(tmp_path) == Progress(), "the machine failed"
+    (tmp_path / "progress.json").write_text('{"step": 2, "saved": 2}')
+    with pytest.raises(UsageError, match=r"progress\.json is of another version of rlmesh"):
+        Progress.read(tmp_path)

@@ -40,6 +40,10 @@ def check(run: Run) -> str:
     faults = [*quick_faults(**{name: getattr(run, name) for name in QUICK}), *_names_that_occur_twice(run.scored)]
     tried, counts = [False], list[str]()
     faults += _early_reward_faults(run, tried)
+    if run.restore is not None or run.restore_parts != ("weights",):
+        from rlmesh.rl.checkpoints.restoring import restore_faults  # loads torch
+
+        faults += restore_faults(run)
     if not faults:
         faults = [*_slow_faults(run, counts, with_functions=not tried[0])]
     if faults:
