@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from rlmesh.envs import EnvRunner, EnvRunnerGroup, ModulePolicy, Policy, PPOConfig, SampleBatch
-from rlmesh.errors import UsageError
+from rlmesh.errors import PeerLost, UsageError
 
 from ..own_time import HANG_S
 from .environments import Count
@@ -205,3 +205,45 @@ def test_each_environment_has_a_stream_of_its_own_and_runs_repeat() -> None:
     assert len(two) == 9
     for column in drawn.T:
         assert len(np.unique(column)) == len(drawn)  # nothing is drawn twice, also not after the restart
+
+
+@pytest.mark.slow
+async def test_a_cell_of_a_notebook_starts_runners() -> None:
+    """A cell runs on the thread of an event loop."""
+    config = PPOConfig().environment("CartPole-v1").env_runners(num_env_runners=1)
+    with config.training(train_batch_size=64, minibatch_size=64).build() as algorithm:
+        assert algorithm.train()["timesteps_total"] == 64
+
+
+@pytest.mark.slow
+def test_a_restored_run_with_remote_runners_goes_on_exactly(tmp_path: Path) -> None:
+    """Evaluation has a remote runner of its own, in a second job, and changes nothing."""
+    config = (
+        PPOConfig()
+        .environment("CartPole-v1")
+        .env_runners(num_env_runners=2, num_envs_per_env_runner=2)
+        .training(train_batch_size=200, minibatch_size=100, num_epochs=2)
+        .debugging(seed=4)
+    )
+    with config.build() as whole:
+        results = [whole.train(), whole.train()]
+        whole.save(tmp_path / "checkpoint")
+        results += [whole.train(), whole.train()]
+        weights = whole.get_weights()["default_policy"]
+    evaluated = config.copy().evaluation(evaluation_interval=1, evaluation_duration=2, evaluation_num_env_runners=1)
+    with evaluated.build() as second:
+        second.restore(tmp_path / "checkpoint")
+        second.train()
+        result = second.train()
+        assert result["evaluation"]["env_runners"]["num_episodes"] == 2
+        assert result["env_runners"] == results[-1]["env_runners"]
+        again = second.get_weights()["default_policy"]
+    assert all(np.array_equal(weights[name], again[name]) for name in weights)
+
+
+def test_a_death_beyond_the_limit_is_an_error() -> None:
+    with EnvRunnerGroup(policy_class=Threshold, env_creator="CartPole-v1", num_env_runners=1, max_restarts=0) as group:
+        assert len(group.sample(5)) == 5
+        os.kill(pids_of(group)[0], signal.SIGKILL)
+        with pytest.raises(PeerLost, match="ENV_RUNNER"):
+            group.sample(5)

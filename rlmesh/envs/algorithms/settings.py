@@ -27,7 +27,7 @@ SECTIONS: dict[str, dict[str, Any]] = {
         "evaluation_num_env_runners": 0, "evaluation_config": {},
     },
     "fault_tolerance": {
-        "restart_failed_env_runners": True, "restart_failed_sub_environments": True, "max_env_runner_restarts": 1000,
+        "restart_failed_env_runners": True, "restart_failed_sub_environments": True, "max_env_runner_restarts": 100,
     },
     "rl_module": {"module_class": None, "model_config": {}},
     "debugging": {"seed": None},

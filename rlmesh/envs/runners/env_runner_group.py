@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import sys
 import threading
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 from rlmesh import DLJobBuilder, JobHandle, MemberHandle, RoleGroup, Runtime
@@ -56,7 +59,7 @@ class EnvRunnerGroup:
 
     def __init__(
         self, *, policy_class: type[Policy], env_creator: str | type | EnvCreator, num_env_runners: int = 0,
-        max_restarts: int = 1000, sample_timeout_s: float | None = 600.0, run_dir: str | None = None, **runner: Any,
+        max_restarts: int = 100, sample_timeout_s: float | None = 600.0, run_dir: str | None = None, **runner: Any,
     ) -> None:  # fmt: skip
         if type(num_env_runners) is not int or num_env_runners < 0:
             raise UsageError(f"EnvRunnerGroup(num_env_runners={num_env_runners!r}): a whole number of at least 0")
@@ -75,7 +78,7 @@ class EnvRunnerGroup:
         self._remote: RoleGroup[Any] | None = None
         if num_env_runners:
             try:
-                self._start(given, max_restarts, run_dir)
+                _outside_of_loops(lambda: self._start(given, max_restarts, run_dir))
             except BaseException:
                 self.stop()
                 raise
@@ -205,7 +208,7 @@ class EnvRunnerGroup:
         local, self._remote = getattr(self, "local_env_runner", None), None
         stack, self._stack, self._handle = self._stack, [], None
         while stack:
-            stack.pop().__exit__(None, None, None)
+            _outside_of_loops(partial(stack.pop().__exit__, None, None, None))
         if local is not None:
             local.stop()
 
@@ -255,6 +258,20 @@ def _role_class() -> type[RemoteEnvRunner]:
     from rlmesh.envs.runners.remote_torch import TorchEnvRunner
 
     return TorchEnvRunner
+
+
+def _outside_of_loops(fn: Callable[[], Any]) -> None:
+    """Call ``fn``; if an event loop runs on this thread, as in a notebook's cell, on another thread.
+
+    A cell may block its loop, as any computation in it does; rlmesh's plain ``with`` blocks refuse loops in general.
+    """
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        fn()
+        return
+    with ThreadPoolExecutor(1, thread_name_prefix="rlmesh-envs-start") as pool:
+        pool.submit(fn).result()
 
 
 def _end_with_the_program(handle: JobHandle) -> None:
