@@ -9,6 +9,7 @@ import gymnasium
 import pytest
 
 from rlmesh.cli.main import main
+from rlmesh.envs import PPOConfig
 from rlmesh.envs.checks import CheckDeadlines, CheckPlan, check_env
 from rlmesh.envs.environments.registry import register_env, unregister_env
 from rlmesh.errors import UsageError
@@ -142,6 +143,12 @@ def test_names_of_register_env_and_creators_with_a_context_are_checked() -> None
         assert [found.check for found in check_env("checked-walk", plan=CheckPlan(steps=30)).findings] == ["exception"]
     finally:
         unregister_env("checked-walk")
+
+
+def test_build_refuses_a_faulty_environment_if_it_is_to_be_checked() -> None:
+    config = PPOConfig().environment(broken.NoReward, disable_env_checking=False)
+    with pytest.raises(UsageError, match=r"NoReward: reward: episode 0, step 1: the reward is None"):
+        config.build()
 
 
 def test_the_planted_environments_differ_from_the_sound_one_by_their_fault() -> None:
