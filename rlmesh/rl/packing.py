@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from rlmesh.rl.balance import fill
 from rlmesh.rl.types import Episode
 
-__all__ = ["Pack", "Packs", "Segment", "pack"]
+__all__ = ["Pack", "Packs", "Segment", "pack", "same_prompts"]
 
 Index = NDArray[np.int64]
 
@@ -143,6 +143,16 @@ def pack(
         rank = place if lap % 2 == 0 else ranks - 1 - place
         by_rank[rank].append(_build(episodes, [units[i] for i in items]))
     return Packs(tuple(map(tuple, by_rank)), sum(map(len, episodes)))
+
+
+def same_prompts(episodes: Sequence[Episode], groups: Sequence[int]) -> list[int]:
+    """``[episodes]``, numbers for `pack`, equal for episodes of one group whose prompts are equal. An environment may
+    give the episodes of a group different beginnings."""
+    places: dict[tuple[int, bytes], int] = {}
+    return [
+        places.setdefault((group, episode.prompt_ids.tobytes()), len(places))
+        for episode, group in zip(episodes, groups, strict=True)
+    ]
 
 
 def _units(episodes: Sequence[Episode], names: Sequence[int], budget: int) -> list[list[int]]:

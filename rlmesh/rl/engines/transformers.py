@@ -30,7 +30,7 @@ from rlmesh.rl.engines.continuous import ContinuousBatch
 from rlmesh.rl.engines.growing import Growing, decoder
 from rlmesh.rl.engines.lora import LoraOptions, add_adapter
 from rlmesh.rl.engines.prompts import checked_params, checked_rows
-from rlmesh.rl.engines.rollout import PauseMode, Sample, SamplingParams, SleepLevel
+from rlmesh.rl.engines.rollout import OnTokens, PauseMode, Sample, SamplingParams, SleepLevel
 
 __all__ = ["TransformersEngine", "sample_batch"]
 
@@ -123,9 +123,12 @@ class TransformersEngine:
 
     # Requests.
 
-    def submit(self, prompt: Sequence[int], params: SamplingParams, *, timeout_s: float = 600.0) -> Future[Sample]:
+    def submit(
+        self, prompt: Sequence[int], params: SamplingParams, *, timeout_s: float = 600.0,
+        on_tokens: OnTokens | None = None,
+    ) -> Future[Sample]:  # fmt: skip
         (checked,) = checked_rows([prompt], self._vocabulary, what="prompt")
-        return self._let_in([checked], params, timeout_s)[0]
+        return self._let_in([checked], params, timeout_s, on_tokens)[0]
 
     def generate(
         self, prompts: Sequence[Sequence[int]], params: SamplingParams, *, timeout_s: float = 600.0
@@ -143,11 +146,15 @@ class TransformersEngine:
             for future in futures:
                 future.cancel()
 
-    def _let_in(self, prompts: Sequence[list[int]], params: SamplingParams, timeout_s: float) -> list[Future[Sample]]:
+    def _let_in(
+        self, prompts: Sequence[list[int]], params: SamplingParams, timeout_s: float, on_tokens: OnTokens | None = None
+    ) -> list[Future[Sample]]:
         params = checked_params(params, can_decode=self._decode is not None)
         if not prompts:
             return []
-        requests = [_PendingSample(Growing(prompt, params, row, self._decode)) for row, prompt in enumerate(prompts)]
+        requests = [
+            _PendingSample(Growing(prompt, params, row, self._decode, on_tokens)) for row, prompt in enumerate(prompts)
+        ]
         deadline = self._clock() + timeout_s
         with self._state:
             if not self._state.wait_for(lambda: not self._draining, timeout_s):

@@ -7,6 +7,7 @@ Weights go from one to the other through a copy in host memory, so that the two 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -19,8 +20,11 @@ from rlmesh.rl.packing import Pack
 from rlmesh.rl.roles.actor import ActorRole
 from rlmesh.rl.roles.host_copy import HostCopy
 from rlmesh.rl.roles.reference import REFERENCE, FrozenPolicy
-from rlmesh.rl.roles.rollout import ROLLOUT, engine_params, make_rollout_engine
+from rlmesh.rl.roles.rollout import ROLLOUT, engine_params, make_episode_maker, make_rollout_engine
 from rlmesh.rl.roles.trained import TRAINING
+from rlmesh.rl.rollout.episodes.maker import EpisodeMaker
+from rlmesh.rl.rollout.episodes.tasks import EpisodeTask
+from rlmesh.rl.types import Episode
 
 __all__ = ["ActorRollout", "ActorRolloutRef"]
 
@@ -38,6 +42,8 @@ class ActorRollout(ActorRole):
         self.turns.add(ROLLOUT, wake=self.rollout_engine.wake, sleep=lambda: self.rollout_engine.sleep(2))
 
     def teardown(self) -> None:
+        if "episode_maker" in self.__dict__:
+            self.episode_maker.close()
         self.rollout_engine.close()
         super().teardown()
 
@@ -66,6 +72,17 @@ class ActorRollout(ActorRole):
         """One sample per prompt. The engine's seed is made of the call's seed and the rank."""
         with self.turns.turn(ROLLOUT):
             return self.rollout_engine.generate(prompts, engine_params(params, current_worker().rank))
+
+    @cached_property
+    def episode_maker(self) -> EpisodeMaker:
+        """Plays episodes of several turns on the rollout engine."""
+        return make_episode_maker(self.run_settings, self.rollout_engine)
+
+    @rpc
+    def make_episodes(self, tasks: Sequence[EpisodeTask], params: SamplingParams) -> list[list[Episode]]:
+        """Play episodes of several turns; see `EpisodeMaker.make`. Their seeds do not depend on the rank."""
+        with self.turns.turn(ROLLOUT):
+            return self.episode_maker.make(tasks, params)
 
 
 class ActorRolloutRef(ActorRollout):

@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from rlmesh import ReceivesWeights, current_worker, rpc
+from rlmesh.errors import UsageError
 from rlmesh.rl.engines.rollout import RolloutEngine, Sample, SamplingParams
 from rlmesh.rl.roles.defaults import choose_device, run_settings
 from rlmesh.rl.roles.turns import TakesTurns
+from rlmesh.rl.rollout.episodes.maker import EpisodeMaker
+from rlmesh.rl.rollout.episodes.plan import EpisodePlan
+from rlmesh.rl.rollout.episodes.tasks import EpisodeTask
+from rlmesh.rl.types import Episode
 
 if TYPE_CHECKING:
     from rlmesh.rl.trainers.run import Run
 
-__all__ = ["ROLLOUT", "RolloutRole", "engine_params", "make_rollout_engine"]
+__all__ = ["ROLLOUT", "RolloutRole", "engine_params", "make_episode_maker", "make_rollout_engine"]
 
 ROLLOUT = "rollout"
 SEEDS = 1009
@@ -37,6 +43,8 @@ class RolloutRole(TakesTurns, ReceivesWeights):
         self.receive_weights(self.engine.sink)
 
     def teardown(self) -> None:
+        if "episode_maker" in self.__dict__:
+            self.episode_maker.close()
         self.close_weights()
         self.engine.close()
 
@@ -57,11 +65,30 @@ class RolloutRole(TakesTurns, ReceivesWeights):
         with self.turns.turn(ROLLOUT):
             return self.engine.generate(prompts, engine_params(params, self.rank))
 
+    @cached_property
+    def episode_maker(self) -> EpisodeMaker:
+        """Plays episodes of several turns on the engine."""
+        return make_episode_maker(self.run_settings, self.engine)
+
+    @rpc
+    def make_episodes(self, tasks: Sequence[EpisodeTask], params: SamplingParams) -> list[list[Episode]]:
+        """Play episodes of several turns; see `EpisodeMaker.make`. Their seeds do not depend on the engine."""
+        with self.turns.turn(ROLLOUT):
+            return self.episode_maker.make(tasks, params)
+
 
 def engine_params(params: SamplingParams, rank: int) -> SamplingParams:
     """The parameters for one engine: its seed is made of the call's seed and the engine's rank."""
     seed = None if params.seed is None else params.seed * SEEDS + rank
     return dataclasses.replace(params, seed=seed)
+
+
+def make_episode_maker(run: Run, engine: RolloutEngine) -> EpisodeMaker:
+    """Plays the episodes of a run with tools, an environment or an agent, on one of its engines."""
+    plan = EpisodePlan.of(run)
+    if plan is None:
+        raise UsageError("the run has no tools, no environment and no agent: its episodes have one turn")
+    return EpisodeMaker(engine, run.tokenizer(), plan)
 
 
 def make_rollout_engine(run: Run, *, sleeps: bool = False) -> RolloutEngine:
@@ -89,7 +116,7 @@ def make_rollout_engine(run: Run, *, sleeps: bool = False) -> RolloutEngine:
     from rlmesh.rl.engines.vllm.sync_engine import VllmEngine
 
     kinds: dict[str, Any] = {"vllm": VllmEngine, "vllm-async": AsyncVllmEngine}
-    longest = run.max_prompt_tokens + settings.max_tokens
+    longest = run.max_prompt_tokens + run.response_tokens
     asleep: dict[str, Any] = {"enable_sleep_mode": True} if sleeps else {}
     options = {"dtype": "float32", "max_model_len": longest, **asleep, **settings.options}
     engine: RolloutEngine = kinds[settings.engine](run.model, **options)

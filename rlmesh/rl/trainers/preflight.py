@@ -161,6 +161,7 @@ def _slow_faults(run: Run, counts: list[str]) -> Iterator[str]:
     """One sentence per fault that needs the tokenizer; the numbers of rows go to ``counts``."""
     from rlmesh.rl.data.loader import PromptLoader
     from rlmesh.rl.rewards.scoring import unscored
+    from rlmesh.rl.rollout.episodes.plan import EpisodePlan
 
     try:
         tokenizer = _tokenizer(run)
@@ -173,6 +174,8 @@ def _slow_faults(run: Run, counts: list[str]) -> Iterator[str]:
         yield from _reward_faults(run, tokenizer, data[0])
         yield from unscored(run.scored, data)
         PromptLoader(data, run.batch_size)
+        if (plan := EpisodePlan.of(run)) is not None:
+            yield from plan.slow_faults(tokenizer, data[0].row)
     except (UsageError, OSError, ValueError) as error:
         yield f"data: {error}"
     if run.validation is not None:

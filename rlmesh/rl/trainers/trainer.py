@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
-from itertools import pairwise
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,11 +21,13 @@ from rlmesh.rl.components import padded
 from rlmesh.rl.data.loader import Drawn, PromptLoader
 from rlmesh.rl.drift import DriftAlarm, drift
 from rlmesh.rl.engines.rollout import SamplingParams
-from rlmesh.rl.packing import Packs
+from rlmesh.rl.packing import Packs, same_prompts
 from rlmesh.rl.packing import pack as build_packs
 from rlmesh.rl.rewards.scoring import Rewards
 from rlmesh.rl.roles.defaults import run_settings
 from rlmesh.rl.rollout.buffer import SampleBuffer
+from rlmesh.rl.rollout.episodes.plan import EpisodePlan
+from rlmesh.rl.rollout.episodes.spreading import EpisodeSpread
 from rlmesh.rl.trainers.batches import lengths_of, matrix_of, shares_of, value_metrics, values_of
 from rlmesh.rl.trainers.progress import Progress, remove_other_checkpoints
 from rlmesh.rl.types import Episode, Group, Outcome, Score
@@ -94,6 +96,7 @@ class Trainer:
         groups = self.score(self.rewards, self.buffer.take(step))
         packs, batch = self.evaluate(self.usable(groups))
         metrics = self.rewards.metrics(groups) | lengths_of(groups)
+        metrics |= self.episodes.metrics(groups) if self.episodes is not None else {}
         metrics |= self.train(packs, batch, self.algorithm.weigh(batch))
         self.version = step
         saved = self.save()
@@ -107,13 +110,24 @@ class Trainer:
         """One group of responses per prompt, with the weights of the last push."""
         samples = self.algorithm.samples
         prompts = [one.prompt.ids.tolist() for one in drawn for _ in range(samples)]
-        episodes = self.generate(prompts, self.settings.rollout.temperature, seed=self.settings.seed * 100_003 + step)
-        if late := {episode.policy_version for episode in episodes} - {self.version, None}:
+        rows = [one.prompt.row for one in drawn for _ in range(samples)]
+        seed = self.settings.seed * 100_003 + step
+        episodes = self.play(prompts, rows, self.settings.rollout.temperature, seed)
+        if late := {episode.policy_version for parts in episodes for episode in parts} - {self.version, None}:
             raise RuntimeError(f"step {step}: sampled by versions {sorted(map(str, late))}, not by {self.version}")
         return [
-            Group(one.key, tuple(episodes[place * samples : (place + 1) * samples]), one.prompt.row)
+            Group(one.key, tuple(chain(*episodes[place * samples : (place + 1) * samples])), one.prompt.row)
             for place, one in enumerate(drawn)
         ]
+
+    def play(
+        self, prompts: Sequence[list[int]], rows: Sequence[Mapping[str, Any]], temperature: float, seed: int = 0
+    ) -> list[list[Episode]]:
+        """The episodes of each prompt: one, or one per branch that an agent opened."""
+        if self.episodes is None:
+            return [[episode] for episode in self.generate(prompts, temperature, seed)]
+        params = SamplingParams(self.settings.rollout.max_tokens, temperature=temperature, seed=seed)
+        return self.episodes.make(prompts, rows, params)
 
     def generate(self, prompts: Sequence[list[int]], temperature: float, seed: int = 0) -> list[Episode]:
         """One episode per prompt. The prompts are spread over the engines."""
@@ -155,8 +169,9 @@ class Trainer:
         """
         episodes = Group.episodes_of(groups)
         numbers = [number for number, group in enumerate(groups) for _ in group.episodes]
+        alike = same_prompts(episodes, numbers)
         packs = {
-            name: build_packs(episodes, groups=numbers, token_budget=section.token_budget, ranks=len(role))
+            name: build_packs(episodes, groups=alike, token_budget=section.token_budget, ranks=len(role))
             for name, role, section in self.trained()
         }
         mask = padded([episode.mask for episode in episodes], fill=False)
@@ -202,8 +217,9 @@ class Trainer:
 
     def greedy_outcomes(self, groups: Sequence[Group]) -> list[Outcome]:
         """The reward of a greedy response to each group's prompt."""
-        episodes = self.generate([group.episodes[0].prompt_ids.tolist() for group in groups], temperature=0.0)
-        made = [Group(group.key, (one,), group.row) for group, one in zip(groups, episodes, strict=True)]
+        prompts, rows = [group.episodes[0].prompt_ids.tolist() for group in groups], [group.row for group in groups]
+        episodes = self.play(prompts, rows, temperature=0.0)
+        made = [Group(group.key, (one[0],), group.row) for group, one in zip(groups, episodes, strict=True)]
         return [self.rewards.total(episode) for episode in Group.episodes_of(self.score(self.rewards, made))]
 
     def ask(self, role: Any, method: str, packs: Packs, *given: Any) -> Any:
@@ -288,9 +304,10 @@ class Trainer:
         if self.settings.validation is None:
             return {}
         prompts = list(self._validation)
-        episodes = self.generate([prompt.ids.tolist() for prompt in prompts], temperature=0.0)
+        rows = [prompt.row for prompt in prompts]
+        episodes = self.play([prompt.ids.tolist() for prompt in prompts], rows, temperature=0.0)
         groups = [
-            Group((0, prompt.index), (episode,), prompt.row) for prompt, episode in zip(prompts, episodes, strict=True)
+            Group((0, prompt.index), (one[0],), prompt.row) for prompt, one in zip(prompts, episodes, strict=True)
         ]
         found = self.validation_rewards.metrics(self.score(self.validation_rewards, groups))
         return {f"val/{name}": value for name, value in found.items()}
@@ -324,6 +341,12 @@ class Trainer:
     def engines(self) -> Any:
         """The members that sample: those of the actor if the job has no others (`ActorRollout`)."""
         return self.group("ROLLOUT").options(idempotent=True) or self.actor
+
+    @cached_property
+    def episodes(self) -> EpisodeSpread | None:
+        """Plays episodes of several turns; None if each prompt gets one response."""
+        plan = EpisodePlan.of(self.settings)
+        return None if plan is None else EpisodeSpread(plan, self.engines, self.push_again)
 
     @cached_property
     def reference(self) -> Any:

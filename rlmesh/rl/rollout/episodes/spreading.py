@@ -1,0 +1,123 @@
+"""`EpisodeSpread`: the episodes of a step, played by all engines, and played again if an engine dies.
+
+This is the trainer's side; `rlmesh.rl.rollout.episodes.maker` is the engine's.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from rlmesh.errors import PeerLost, Restarting, StaleIncarnation, WeightsNotReady
+from rlmesh.rl.engines.rollout import SamplingParams
+from rlmesh.rl.rollout.episodes.plan import EpisodePlan
+from rlmesh.rl.rollout.episodes.tasks import SEEDS, EpisodeTask
+from rlmesh.rl.types import Episode, Group, Turn
+
+__all__ = ["EpisodeSpread"]
+
+logger = logging.getLogger(__name__)
+
+ATTEMPTS = 6
+DEATHS = (PeerLost, Restarting, StaleIncarnation)
+MOST_TOLD = 3
+
+
+class EpisodeSpread:
+    """Plays the episodes of a run.
+
+    Args:
+        plan: of the run.
+        engines: the members that play (:meth:`rlmesh.rl.roles.rollout.RolloutRole.make_episodes`).
+        push_again: gives weights to engines that have none.
+    """
+
+    def __init__(self, plan: EpisodePlan, engines: Any, push_again: Callable[[], None]) -> None:
+        self.plan = plan
+        self._engines, self._push_again = engines, push_again
+        self._made_again = self._dropped = 0
+
+    def make(
+        self, prompts: Sequence[Sequence[int]], rows: Sequence[Mapping[str, Any]], params: SamplingParams
+    ) -> list[list[Episode]]:
+        """An episode per prompt; several if its agent opened branches.
+
+        Args:
+            rows: the row of each prompt.
+            params: of each turn; its seed determines those of the episodes.
+
+        Raises:
+            RuntimeError: the engines could not play all episodes, since they have no weights or died again and again.
+        """
+        seed = params.seed
+        tasks = [
+            EpisodeTask(
+                number, np.asarray(ids, np.int32), row, None if seed is None else (seed * 1_000_003 + number) % SEEDS
+            )
+            for number, (ids, row) in enumerate(zip(prompts, rows, strict=True))
+        ]
+        found: dict[int, list[Episode]] = {}
+        left = tasks
+        for attempt in range(ATTEMPTS):
+            if attempt:
+                self._push_again()  # an engine restarted, or slept, since the push
+            left = self._attempt(left, params, found)
+            if not left:
+                self._tell(found.values())
+                return [found[task.number] for task in tasks]
+        raise RuntimeError(f"{len(left)} of {len(tasks)} episodes were not played: the engines died, or had no weights")
+
+    def _attempt(
+        self, tasks: Sequence[EpisodeTask], params: SamplingParams, found: dict[int, list[Episode]]
+    ) -> list[EpisodeTask]:
+        """Play episodes; returns those that are to be made again."""
+        count = len(self._engines)
+        parts = [list(tasks[rank::count]) for rank in range(count)]
+        # Not idempotent: a death is to be seen here and counted, instead of a silent second call.
+        engines = self._engines.options(return_exceptions=True, idempotent=False)
+        try:
+            outcomes = engines.call("make_episodes", parts, [params] * count, _scatter=True).result()
+        except WeightsNotReady as error:
+            outcomes = [error] * count
+        again: list[EpisodeTask] = []
+        for part, outcome in zip(parts, outcomes, strict=True):
+            if isinstance(outcome, DEATHS) and self.plan.settings.interrupted == "drop":
+                self._dropped += len(part)
+                reason = f"its engine died: {type(outcome).__name__}"
+                found |= {task.number: [_failed(task, f"{task.name}: {reason}")] for task in part}
+            elif isinstance(outcome, (*DEATHS, WeightsNotReady)):
+                self._made_again += len(part)
+                again += part
+            elif isinstance(outcome, BaseException):
+                raise outcome
+            else:
+                found |= {task.number: episodes for task, episodes in zip(part, outcome, strict=True)}
+        return sorted(again, key=lambda task: task.number)
+
+    def _tell(self, made: Any) -> None:
+        failures = [episode.failure for episodes in made for episode in episodes if episode.failure]
+        for failure in failures[:MOST_TOLD]:
+            logger.warning("%s", failure)
+        if len(failures) > MOST_TOLD:
+            logger.warning("%d more episodes failed", len(failures) - MOST_TOLD)
+
+    def metrics(self, groups: Sequence[Group]) -> dict[str, float]:
+        """Numbers for the report of a step: turns per episode, the share of failed episodes, and the numbers of
+        branches and of episodes whose engine died, which were made again or dropped."""
+        episodes = Group.episodes_of(groups)
+        again, self._made_again = self._made_again, 0
+        dropped, self._dropped = self._dropped, 0
+        return {
+            "episodes/turns": float(np.mean([episode.extras.get("turns", 0) for episode in episodes])),
+            "episodes/failed": float(np.mean([bool(episode.failure) for episode in episodes])),
+            "episodes/branches": float(sum("branch" in episode.extras for episode in episodes)),
+            "episodes/made_again": float(again),
+            "episodes/dropped": float(dropped),
+        }
+
+
+def _failed(task: EpisodeTask, failure: str) -> Episode:
+    return Episode((Turn.said(task.prompt),), "failed", extras={"turns": 0}, failure=failure)
