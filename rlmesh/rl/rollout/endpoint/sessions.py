@@ -154,8 +154,8 @@ class AgentSession:
 
     def _difference(self, request: CompletionRequest, parent: RecordedTurn) -> str:
         recorded = next((one for one in self.recording.last_turns() if type(one.said) is type(request.given)), None)
-        if recorded is None or parent.depth == len(self.recording):
-            return "the last of which has another answer by now"
+        if recorded is None or recorded.said[: len(request.given)] == request.given:
+            return "and the next turn has its answer already"
         for place, (old, new) in enumerate(zip(recorded.said, request.given, strict=False)):
             if old != new:
                 return f"and differs at place {place}: {old!r:.80} was recorded, {new!r:.80} came"
