@@ -204,11 +204,13 @@ def _reward_faults(run: Run, tokenizer: Any, prompt: Any) -> Iterator[str]:
 
     from rlmesh.rl.rewards.model import RewardModel
     from rlmesh.rl.rewards.scoring import Rewards
+    from rlmesh.rl.rollout.episodes.plan import EpisodePlan
     from rlmesh.rl.types import Episode, Failed, Turn
 
     end = tokenizer.eos_token_id if tokenizer.eos_token_id is not None else 0
     turn = Turn(np.asarray([end], np.int32), "policy", np.zeros(1, np.float32), version_spans=((0, 0, 1),))
-    episode = Episode((Turn.said(prompt.ids), turn))
+    plan = EpisodePlan.of(run)
+    episode = Episode((Turn.said(prompt.ids), turn), extras={} if plan is None else plan.extras_of(prompt.row))
     for reward in run.scored:
         if not reward.scores(prompt.row):
             continue

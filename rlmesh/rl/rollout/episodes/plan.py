@@ -68,6 +68,8 @@ class EpisodePlan:
             UsageError: ``tool_calls`` names no function.
         """
         name = self.settings.tool_calls
+        if not isinstance(name, str):
+            return name
         if name == "hermes":
             return hermes_calls
         module, _, function = name.partition(":")
@@ -112,6 +114,14 @@ class EpisodePlan:
                 yield str(error)
         if self.environment is not None:
             yield from self._start_faults(row)
+
+    def extras_of(self, row: Mapping[str, Any]) -> dict[str, Any]:
+        """The extras of an episode with one empty turn, on which rewards are tried."""
+        asked = chat_of(row) or [{"role": "user", "content": str(row.get("prompt", ""))}]
+        found: dict[str, Any] = {"turns": 1, "messages": [*asked, {"role": "assistant", "content": ""}]}
+        if self.environment is not None:
+            found["return"] = 0.0
+        return found | ({} if self.agent is None else {"result": None})
 
     def _start_faults(self, row: Mapping[str, Any]) -> Iterator[str]:
         import asyncio

@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
+from rlmesh.rl.rollout.episodes.tools import ToolCallParser
+
 __all__ = ["EpisodeSettings"]
 
 SECONDS = ("turn_timeout_s", "episode_timeout_s")
@@ -24,7 +26,7 @@ class EpisodeSettings:
         tool_errors: an exception of a tool becomes a message to the policy (``"message"``), or the episode fails
             (``"fail"``). A tool that does not answer in time fails its episode in any case.
         tool_calls: the form in which the policy calls tools: ``"hermes"`` (JSON between ``<tool_call>`` and
-            ``</tool_call>``), or ``module:function`` of a function from a text to a list of `ToolCall`.
+            ``</tool_call>``), or a function from a text to a list of `ToolCall`, or its ``module:function``.
         interrupted: episodes whose engine died are made again (``"again"``), or fail (``"drop"``). Both are counted.
         history: a request of an agent that does not continue the recorded turns is refused (``"error"``), or opens a
             branch, an episode of its own (``"branch"``).
@@ -38,7 +40,7 @@ class EpisodeSettings:
     turn_timeout_s: float = 60.0
     episode_timeout_s: float = 600.0
     tool_errors: Literal["message", "fail"] = "message"
-    tool_calls: str = "hermes"
+    tool_calls: str | ToolCallParser = "hermes"
     interrupted: Literal["again", "drop"] = "again"
     history: Literal["error", "branch"] = "error"
     parallel: int = 256
@@ -55,5 +57,6 @@ class EpisodeSettings:
                 yield f"{name}={getattr(self, name)} must be a number of seconds > 0"
         if not 0 <= self.port < 65536:
             yield f"port={self.port} must be 0 to 65535"
-        if self.tool_calls != "hermes" and ":" not in self.tool_calls:
-            yield f"tool_calls={self.tool_calls!r}: write 'hermes', or module:function of a function of your own"
+        named = self.tool_calls
+        if isinstance(named, str) and named != "hermes" and ":" not in named:
+            yield f"tool_calls={named!r}: write 'hermes', or module:function of a function of your own"
