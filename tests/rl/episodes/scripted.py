@@ -36,13 +36,15 @@ def make_tokenizer(template: str | None = CHATML) -> Any:
     """One token per character."""
     from tokenizers import Regex, Tokenizer, decoders
     from tokenizers.models import WordLevel
-    from tokenizers.pre_tokenizers import Split
+    from tokenizers.pre_tokenizers import ByteLevel, Sequence, Split
     from transformers import PreTrainedTokenizerFast
 
-    words = [*SPECIAL, *string.printable[:95], "\n"]
+    # In bytes, as the decoder of Qwen2's tokenizer class takes them, which is used for a folder with such a model.
+    words = [*SPECIAL, *string.printable[:94], "Ġ", "Ċ"]
     tokenizer = Tokenizer(WordLevel({word: place for place, word in enumerate(words)}, unk_token="<pad>"))
-    tokenizer.pre_tokenizer = Split(Regex("(?m)."), "isolated")
-    tokenizer.decoder = decoders.Fuse()
+    letters = Split(Regex("(?m)."), "isolated")
+    tokenizer.pre_tokenizer = Sequence([letters, ByteLevel(add_prefix_space=False, use_regex=False)])
+    tokenizer.decoder = decoders.ByteLevel()
     made = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<|im_end|>", extra_special_tokens=["<|im_start|>"]
     )

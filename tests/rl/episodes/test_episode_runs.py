@@ -201,8 +201,8 @@ def test_episodes_of_a_group_may_have_other_prompts_and_no_turn_of_the_policy() 
 class Engines:
     """Two engines, one of which dies or has no weights at the first call."""
 
-    def __init__(self, *errors: Exception | None) -> None:
-        self.errors, self.calls = list(errors), list[list[list[int]]]()
+    def __init__(self, *errors: Exception | None, both: bool = False) -> None:
+        self.errors, self.both, self.calls = list(errors), both, list[list[list[int]]]()
 
     def __len__(self) -> int:
         return 2
@@ -217,7 +217,7 @@ class Engines:
         second = [[episode(task.prompt.tolist(), turns=task.seed)] for task in parts[1]]
         error = self.errors.pop(0) if self.errors else None
         future: Future[list[Any]] = Future()
-        future.set_result([first, error or second])
+        future.set_result([(error if self.both else None) or first, error or second])
         return future
 
 
@@ -253,7 +253,7 @@ def test_episodes_of_an_engine_that_died_can_be_dropped() -> None:
 
 def test_engines_that_die_again_and_again_end_the_run_with_an_error() -> None:
     with pytest.raises(RuntimeError, match="of 5 episodes were not played"):
-        spread(Engines(*[PeerLost("gone")] * 9))
+        spread(Engines(*[PeerLost("gone")] * 9, both=True))
     with pytest.raises(UsageError, match="beyond the vocabulary"):
         spread(Engines(UsageError("beyond the vocabulary")))
 
