@@ -15,7 +15,8 @@ from rlmesh.weights.transfer import receiver as receiver_module
 from rlmesh.weights.transfer.receiver import Receiver
 from tests.own_time import HANG_S
 
-PUSH = 7
+PUSHES = (2**40, 7)
+"""Numbers of pushes are drawn, so that a later one may be smaller."""
 
 
 class Taking(Receiver):
@@ -40,8 +41,8 @@ def attached(who: str, sinks: dict[str, tuple[str, ...]], monkeypatch: pytest.Mo
     return taking
 
 
-def send(taking: Taking, source: str, turn: int) -> threading.Thread:
-    command = threading.Thread(target=taking.stage, args=("s", PUSH, 1, source, turn, (turn, 1), None, [], 1.0))
+def send(taking: Taking, source: str, turn: int, push: int = PUSHES[0]) -> threading.Thread:
+    command = threading.Thread(target=taking.stage, args=("s", push, 1, source, turn, (turn, 1), None, [], 1.0))
     command.start()
     return command
 
@@ -53,19 +54,22 @@ ORDERS = {"A:0": ("S:0", "S:1"), "A:1": ("S:1", "S:0")}
 def test_each_sink_begins_with_another_rank(who: str, first: str, second: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(receiver_module, "ORDER_WAIT_S", HANG_S)
     taking = attached(who, ORDERS, monkeypatch)
-    commands = [send(taking, second, 0)]
-    time.sleep(0.05)
-    assert not taking.taken, "it waits for the rank that it should read first"
-    commands.append(send(taking, first, 0))
-    while not taking.taken:
-        time.sleep(0.001)
-    commands += [send(taking, first, 1), send(taking, second, 1)]
-    while len(taking._sessions["s"].coming) < len(commands):  # all have come while the first is under way
-        time.sleep(0.001)
-    taking.hold.set()
-    for command in commands:
-        command.join(HANG_S)
-    assert taking.taken == [(first, 0), (second, 0), (first, 1), (second, 1)]
+    for push in PUSHES:
+        taking.hold.clear()
+        taking.taken.clear()
+        commands = [send(taking, second, 0, push)]
+        time.sleep(0.05)
+        assert not taking.taken, "it waits for the rank that it should read first"
+        commands.append(send(taking, first, 0, push))
+        while not taking.taken:
+            time.sleep(0.001)
+        commands += [send(taking, first, 1, push), send(taking, second, 1, push)]
+        while len(taking._sessions["s"].coming) < len(commands):  # all have come while the first is under way
+            time.sleep(0.001)
+        taking.hold.set()
+        for command in commands:
+            command.join(HANG_S)
+        assert taking.taken == [(first, 0), (second, 0), (first, 1), (second, 1)]
 
 
 def test_a_rank_that_is_late_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:

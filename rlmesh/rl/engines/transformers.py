@@ -18,7 +18,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -29,7 +29,7 @@ from rlmesh.errors import UsageError, WeightsNotReady, WeightSyncError
 from rlmesh.rl.engines.continuous import ContinuousBatch
 from rlmesh.rl.engines.growing import Growing, decoder
 from rlmesh.rl.engines.lora import LoraOptions, add_adapter
-from rlmesh.rl.engines.prompts import checked_params, checked_rows
+from rlmesh.rl.engines.prompts import checked_params, checked_rows, end_tokens, vocabulary_of
 from rlmesh.rl.engines.rollout import OnTokens, PauseMode, Sample, SamplingParams, SleepLevel
 
 __all__ = ["TransformersEngine", "sample_batch"]
@@ -40,12 +40,32 @@ CLOSE_S = 60.0
 """Seconds that `TransformersEngine.close` waits for the thread that samples."""
 
 
+class _GivenUp:
+    """True while requests were given up that the engine has not dropped yet."""
+
+    def __init__(self) -> None:
+        self.some = False
+
+
+class _SampleFuture(Future[Sample]):
+    """A response to come, which says when it is given up: asking each of many futures at each token takes long."""
+
+    def __init__(self, given_up: _GivenUp) -> None:
+        super().__init__()
+        self._given_up = given_up
+
+    def cancel(self) -> bool:
+        cancelled = super().cancel()
+        self._given_up.some |= cancelled
+        return cancelled
+
+
 @dataclass(eq=False)
 class _PendingSample:
     """A response that somebody waits for."""
 
     growing: Growing
-    future: Future[Sample] = field(default_factory=Future)
+    future: Future[Sample]
 
     def finish(self) -> None:
         if self.future.set_running_or_notify_cancel():
@@ -87,7 +107,7 @@ class TransformersEngine:
         given: Any = max_batch
         if isinstance(given, bool) or not isinstance(given, int) or given < 1:
             raise UsageError(f"max_batch={max_batch!r}: it is a whole number ≥ 1")
-        stops = _end_tokens(model) if stop_token_ids is None else list(stop_token_ids)
+        stops = end_tokens(model) if stop_token_ids is None else list(stop_token_ids)
         self.model = model if lora is None else add_adapter(model, lora).eval()
         self.pause_mode = pause_mode
         self.gate = VersionGate(who)
@@ -95,11 +115,12 @@ class TransformersEngine:
         self._sink = _Sink(self.model, mode, self.gate, lora=lora is not None)
         self._pad, self._clock = pad_token_id, clock
         self._decode = None if tokenizer is None else decoder(tokenizer)
-        self._vocabulary = _vocabulary_of(model)
+        self._vocabulary = vocabulary_of(model)
         self._paused: PauseMode | None = None
         self._asleep: SleepLevel | None = None
         self._closed = False
         self._tokens, self._busy_s = 0, 0.0
+        self._given_up = _GivenUp()
         self._batch = ContinuousBatch(self.model, stop_token_ids=stops, pad=pad_token_id, most_rows=max_batch)
         self._state = threading.Condition()
         """Guards the fields below; notified when a request ends or may be let in."""
@@ -153,7 +174,8 @@ class TransformersEngine:
         if not prompts:
             return []
         requests = [
-            _PendingSample(Growing(prompt, params, row, self._decode, on_tokens)) for row, prompt in enumerate(prompts)
+            _PendingSample(Growing(prompt, params, row, self._decode, on_tokens), _SampleFuture(self._given_up))
+            for row, prompt in enumerate(prompts)
         ]
         deadline = self._clock() + timeout_s
         with self._state:
@@ -197,9 +219,11 @@ class TransformersEngine:
     def _has_work(self) -> bool:
         """Drop requests that were given up, and end those that are to end. False if none is left: the thread ends."""
         with self._state:
-            for request in [request for request in self._running.values() if request.future.cancelled()]:
-                self._take_out(request)
-            self._queue = deque(request for request in self._queue if not request.future.cancelled())
+            if self._given_up.some:
+                self._given_up.some = False
+                for request in [request for request in self._running.values() if request.future.cancelled()]:
+                    self._take_out(request)
+                self._queue = deque(request for request in self._queue if not request.future.cancelled())
             if self._ending:
                 self._end_all()
             elif self._closed:
@@ -444,22 +468,6 @@ class _Sink(ModuleSink):
         self.changes += 1
 
 
-def _vocabulary_of(model: Any) -> int | None:
-    """The number of tokens for which the model has embeddings; None: unknown."""
-    try:
-        return int(model.get_input_embeddings().weight.shape[0])
-    except (AttributeError, NotImplementedError):
-        return None
-
-
-def _end_tokens(model: nn.Module) -> list[int]:
-    for config in (getattr(model, "generation_config", None), getattr(model, "config", None)):
-        ends = getattr(config, "eos_token_id", None)
-        if ends is not None:
-            return list(ends) if isinstance(ends, list | tuple) else [int(ends)]
-    return []
-
-
 def sample_batch(
     model: Any, prompts: Sequence[Sequence[int]], params: SamplingParams, *, stop_token_ids: Sequence[int],
     pad_token_id: int = 0, max_batch: int = 64, tokenizer: Any = None,
@@ -474,7 +482,7 @@ def sample_batch(
     """
     checked_params(params, can_decode=tokenizer is not None)
     decode = None if tokenizer is None else decoder(tokenizer)
-    checked = checked_rows(prompts, _vocabulary_of(model), what="prompt")
+    checked = checked_rows(prompts, vocabulary_of(model), what="prompt")
     rows = [Growing(prompt, params, row, decode) for row, prompt in enumerate(checked)]
     batch = ContinuousBatch(model, stop_token_ids=stop_token_ids, pad=pad_token_id, most_rows=max_batch)
     waiting = deque(rows)

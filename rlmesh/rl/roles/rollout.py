@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from rlmesh import ReceivesWeights, current_worker, rpc
 from rlmesh.errors import UsageError
 from rlmesh.rl.engines.rollout import RolloutEngine, Sample, SamplingParams
-from rlmesh.rl.roles.defaults import choose_device, run_settings
+from rlmesh.rl.roles.defaults import choose_device, keep_objects, run_settings
 from rlmesh.rl.roles.turns import TakesTurns
 from rlmesh.rl.rollout.episodes.maker import EpisodeMaker
 from rlmesh.rl.rollout.episodes.plan import EpisodePlan
@@ -41,6 +41,7 @@ class RolloutRole(TakesTurns, ReceivesWeights):
             # Level 2 drops the weights: after every sleep a push brings new ones before the next sample.
             self.turns.add(ROLLOUT, wake=self.engine.wake, sleep=lambda: self.engine.sleep(2))
         self.receive_weights(self.engine.sink)
+        keep_objects()
 
     def teardown(self) -> None:
         if "episode_maker" in self.__dict__:

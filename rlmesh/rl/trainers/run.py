@@ -35,6 +35,7 @@ from rlmesh.rl.trainers.settings import (
     Placement,
     RolloutSettings,
     apply_overrides,
+    checked,
     wrong_types,
 )
 
@@ -190,6 +191,10 @@ class Run:
                 continue
             bad = [*wrong_types(section, f"{name}.")]
             yield from bad or (f"{name}.{fault}" for fault in getattr(self, name).faults())
+        for name in ("actor", "critic"):
+            count, size = getattr(getattr(self, name), "minibatches", 1), getattr(self, "batch_size", 1)
+            if checked(count, int) and checked(size, int) and count > size >= 1:
+                yield f"{name}.minibatches={count} must be ≤ batch_size={self.batch_size}"
         yield from EpisodePlan.faults(self)
         if not self.rewards:
             yield "rewards: give at least one reward"

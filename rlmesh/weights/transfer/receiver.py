@@ -88,7 +88,7 @@ class _ReceivingSession:
         if min(tuple(self.coming)) < place:
             return False
         turn, mine = place
-        return turn > 0 or all(r.next_command >= (push, 1) for r in self.routes.values() if r.share[0] < mine)
+        return turn > 0 or all(r.next_command[0] == push for r in self.routes.values() if r.share[0] < mine)
 
 
 class Receiver:

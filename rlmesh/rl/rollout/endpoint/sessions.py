@@ -104,7 +104,7 @@ class AgentSession:
             )  # fmt: skip
         self._tell_of_fixed(request)
         asked = replace(self._params, max_tokens=min(self._params.max_tokens, request.params.max_tokens))
-        asked = replace(asked, stop=request.params.stop)
+        asked = replace(asked, stop=(*self._params.stop, *request.params.stop))
         params = tuple(self.task.params(asked, self._begun + choice, left) for choice in range(request.count))
         parent.answers += 1
         self._begun += request.count

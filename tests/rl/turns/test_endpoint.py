@@ -23,7 +23,7 @@ from rlmesh.rl.rollout.episodes.chat_spans import ChatSpans  # noqa: E402
 from rlmesh.rl.rollout.episodes.settings import EpisodeSettings  # noqa: E402
 from rlmesh.rl.rollout.episodes.tasks import EpisodeTask  # noqa: E402
 from rlmesh.rl.types import Episode  # noqa: E402
-from tests.rl.episodes.scripted import ScriptedEngine, make_tokenizer  # noqa: E402
+from tests.rl.turns.scripted import ScriptedEngine, make_tokenizer  # noqa: E402
 
 TOKENIZER = make_tokenizer()
 USER = {"role": "user", "content": "2+2?"}

@@ -20,7 +20,7 @@ from rlmesh.rl.rollout.episodes.plan import EpisodePlan
 from rlmesh.rl.rollout.episodes.tasks import EpisodeTask
 from rlmesh.rl.types import Episode
 from tests.own_time import HANG_S
-from tests.rl.episodes.scripted import ScriptedEngine, make_tokenizer
+from tests.rl.turns.scripted import ScriptedEngine, make_tokenizer
 
 PARAMS = SamplingParams(100)
 CHAT = {"prompt": [{"role": "user", "content": "2+2?"}]}

@@ -6,7 +6,7 @@ import pytest
 
 from rlmesh.errors import UsageError
 from rlmesh.rl.rollout.episodes.chat_spans import ChatSpans
-from tests.rl.episodes.scripted import CHATML, LAST_USER, PAIRS, THINKING, make_tokenizer
+from tests.rl.turns.scripted import CHATML, LAST_USER, PAIRS, THINKING, make_tokenizer
 
 PROMPT = [{"role": "user", "content": "2+2?"}]
 ANSWER = [{"role": "tool", "content": "4"}]

@@ -28,7 +28,7 @@ from rlmesh.rl.rollout.episodes.tasks import EpisodeTask
 from rlmesh.rl.trainers.run import Run
 from rlmesh.rl.trainers.settings import ActorSettings, RolloutSettings
 from rlmesh.rl.types import Episode, Failed, Group, Score, Turn
-from tests.rl.episodes.scripted import LAST_USER, make_tokenizer
+from tests.rl.turns.scripted import LAST_USER, make_tokenizer
 from tests.rl.tiny import make_config
 
 EXAMPLES = Path(__file__).resolve().parents[3] / "examples" / "agents"
@@ -111,7 +111,7 @@ def test_faults_of_episodes_are_told_with_the_other_settings(changes: dict[str, 
 
 
 def test_a_file_names_tools_environments_and_agents() -> None:
-    here = "tests.rl.episodes.test_episode_runs"
+    here = "tests.rl.turns.test_episode_runs"
     values = settings(algorithm={"name": "grpo"}, rewards=["rlmesh.rl.rollout.episodes:episode_return"])
     assert Run.from_config({**values, "environment": f"{here}:Letters"}).environment is Letters
     run = Run.from_config({**values, "tools": [f"{here}:search"], "episode": {"max_turns": 3}})
