@@ -20,7 +20,7 @@ from rlmesh.rl.packing import Pack
 from rlmesh.rl.roles.actor import ActorRole
 from rlmesh.rl.roles.host_copy import HostCopy
 from rlmesh.rl.roles.reference import REFERENCE, FrozenPolicy
-from rlmesh.rl.roles.rollout import ROLLOUT, engine_params, make_episode_maker, make_rollout_engine
+from rlmesh.rl.roles.rollout import EPISODE_CALLS, ROLLOUT, engine_params, make_episode_maker, make_rollout_engine
 from rlmesh.rl.roles.trained import TRAINING
 from rlmesh.rl.rollout.episodes.maker import EpisodeMaker
 from rlmesh.rl.rollout.episodes.tasks import EpisodeTask
@@ -78,7 +78,7 @@ class ActorRollout(ActorRole):
         """Plays episodes of several turns on the rollout engine."""
         return make_episode_maker(self.run_settings, self.rollout_engine)
 
-    @rpc
+    @rpc(concurrent=EPISODE_CALLS)
     def make_episodes(self, tasks: Sequence[EpisodeTask], params: SamplingParams) -> list[list[Episode]]:
         """Play episodes of several turns; see `EpisodeMaker.make`. Their seeds do not depend on the rank."""
         with self.turns.turn(ROLLOUT):

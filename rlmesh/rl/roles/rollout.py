@@ -20,9 +20,11 @@ from rlmesh.rl.types import Episode
 if TYPE_CHECKING:
     from rlmesh.rl.trainers.run import Run
 
-__all__ = ["ROLLOUT", "RolloutRole", "engine_params", "make_episode_maker", "make_rollout_engine"]
+__all__ = ["EPISODE_CALLS", "ROLLOUT", "RolloutRole", "engine_params", "make_episode_maker", "make_rollout_engine"]
 
 ROLLOUT = "rollout"
+EPISODE_CALLS = 64
+"""Calls of `make_episodes` that an engine serves at a time; their episodes are sampled together."""
 SEEDS = 1009
 """Seeds per call: engine number n takes the n-th of them, so that no two engines and calls share a seed."""
 
@@ -71,7 +73,7 @@ class RolloutRole(TakesTurns, ReceivesWeights):
         """Plays episodes of several turns on the engine."""
         return make_episode_maker(self.run_settings, self.engine)
 
-    @rpc
+    @rpc(concurrent=EPISODE_CALLS)
     def make_episodes(self, tasks: Sequence[EpisodeTask], params: SamplingParams) -> list[list[Episode]]:
         """Play episodes of several turns; see `EpisodeMaker.make`. Their seeds do not depend on the engine."""
         with self.turns.turn(ROLLOUT):

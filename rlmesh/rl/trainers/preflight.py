@@ -176,6 +176,8 @@ def _slow_faults(run: Run, counts: list[str]) -> Iterator[str]:
         PromptLoader(data, run.batch_size)
         if (plan := EpisodePlan.of(run)) is not None:
             yield from plan.slow_faults(tokenizer, data[0].row)
+            longest = 0 if run.agent is not None else max(len(data[place].ids) for place in range(len(data)))
+            yield from plan.length_faults(longest, _positions(run.model))
     except (UsageError, OSError, ValueError) as error:
         yield f"data: {error}"
     if run.validation is not None:
@@ -183,6 +185,14 @@ def _slow_faults(run: Run, counts: list[str]) -> Iterator[str]:
             counts.append(f"validation: {run.dataset(tokenizer, run.validation).counts}")
         except (UsageError, OSError, ValueError) as error:
             yield f"validation: {error}"
+
+
+def _positions(model: str) -> int | None:
+    """The most tokens of a text that the model is made for; None: unknown."""
+    from transformers import AutoConfig
+
+    found = getattr(AutoConfig.from_pretrained(model), "max_position_embeddings", None)
+    return found if isinstance(found, int) else None
 
 
 def _tokenizer(run: Run) -> Any:

@@ -28,8 +28,8 @@ from rlmesh.rl.rollout.episodes.tasks import EpisodeTask
 from rlmesh.rl.trainers.run import Run
 from rlmesh.rl.trainers.settings import ActorSettings, RolloutSettings
 from rlmesh.rl.types import Episode, Failed, Group, Score, Turn
-from tests.rl.turns.scripted import LAST_USER, make_tokenizer
 from tests.rl.tiny import make_config
+from tests.rl.turns.scripted import LAST_USER, make_tokenizer
 
 EXAMPLES = Path(__file__).resolve().parents[3] / "examples" / "agents"
 CHAT = [{"prompt": [{"role": "user", "content": "abcd"[place % 4]}]} for place in range(32)]
@@ -156,6 +156,8 @@ def test_a_template_or_an_environment_that_fails_is_told_before_the_run(chatty: 
     assert "cannot be extended by appending" in str(raised.value)
     assert "environment: row 0 turn 0 environment Shy: LookupError: no game today" in str(raised.value)
     small(chatty(), environment=Letters).check()
+    with pytest.raises(UsageError, match="are more than the 256 positions of the model: lower it"):
+        small(chatty(), environment=Letters, episode=EpisodeSettings(max_tokens=256)).check()
 
 
 def test_tools_are_described_in_the_prompts(chatty: Callable[..., Path]) -> None:

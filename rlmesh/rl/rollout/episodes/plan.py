@@ -115,6 +115,20 @@ class EpisodePlan:
         if self.environment is not None:
             yield from self._start_faults(row)
 
+    def length_faults(self, prompt: int, positions: int | None) -> Iterator[str]:
+        """A fault if an episode can be longer than the model's texts.
+
+        Args:
+            prompt: tokens of the longest prompt; 0 if the agent writes the prompts.
+            positions: of the model; None: unknown.
+        """
+        longest = prompt + self.settings.max_tokens
+        if positions is not None and longest > positions:
+            yield (
+                f"episode.max_tokens={self.settings.max_tokens} after a prompt of {prompt} tokens are more than the "
+                f"{positions} positions of the model: lower it"
+            )
+
     def extras_of(self, row: Mapping[str, Any]) -> dict[str, Any]:
         """The extras of an episode with one empty turn, on which rewards are tried."""
         asked = chat_of(row) or [{"role": "user", "content": str(row.get("prompt", ""))}]
