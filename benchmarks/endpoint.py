@@ -6,8 +6,8 @@ Added latency: a transformers engine with a small model samples one token at a t
 awaited at the engine itself, and as the first piece of a streamed chat completion; the figure is the difference of the
 medians.
 Requests per second: an engine that answers at once, and clients that keep their connections, each with one request at
-a time. Clients and endpoint are processes of their own, as they may be in a run; with fewer than two free cores they
-take time from each other.
+a time. Clients and endpoint are processes of their own; with fewer than two free cores they take time from each other,
+so the CPU time of the endpoint per request is told too.
 """
 
 from __future__ import annotations
@@ -64,6 +64,9 @@ def serve(kind: str, pipe: Connection) -> None:
         async with Endpoint(engine, tokenizer, max_tokens=16) as endpoint:
             pipe.send((endpoint.base_url, endpoint.api_key))
             while (asked := await loop.run_in_executor(None, pipe.recv)) is not None:
+                if asked == "cpu":
+                    pipe.send(time.process_time())
+                    continue
                 pipe.send(await loop.run_in_executor(None, first_token, engine, tokenizer, asked))
 
     asyncio.run(run())
@@ -124,7 +127,17 @@ class Client:
         return took
 
 
-async def throughput(base_url: str, key: str, requests: int, count: int) -> tuple[float, list[float]]:
+def cpu_of(pipe: Connection) -> float:
+    """Seconds of CPU time that the endpoint's process used so far."""
+    pipe.send("cpu")
+    found: float = pipe.recv()
+    return found
+
+
+async def throughput(
+    base_url: str, key: str, requests: int, count: int, pipe: Connection
+) -> tuple[float, list[float], float]:
+    """Requests per second, seconds of each request, and seconds of the endpoint's CPU time per request."""
     clients = [Client(base_url, key) for _ in range(count)]
     took: list[float] = []
 
@@ -137,9 +150,10 @@ async def throughput(base_url: str, key: str, requests: int, count: int) -> tupl
 
     await asyncio.gather(*(ask(client, 20) for client in clients))
     took.clear()
-    began = time.perf_counter()
+    used, began = cpu_of(pipe), time.perf_counter()
     await asyncio.gather(*(ask(client, requests // count) for client in clients))
-    return len(took) / (time.perf_counter() - began), took
+    rate = len(took) / (time.perf_counter() - began)
+    return rate, took, (cpu_of(pipe) - used) / len(took)
 
 
 async def added(base_url: str, key: str, pipe: Connection, streams: int) -> tuple[list[float], list[float]]:
@@ -169,13 +183,14 @@ def main() -> None:
         process.start()
         base_url, key = here.recv()
         if kind == "instant":
-            rate, took = asyncio.run(throughput(base_url, key, options.requests, options.clients))
-            alone, single = asyncio.run(throughput(base_url, key, options.requests // 8, 1))
-            print(f"engine that answers at once, {options.clients} clients: {rate:.0f} requests/s, ", end="")
-            print(f"median {median(took) * 1e3:.1f} ms, p99 {quantiles(took, n=100)[98] * 1e3:.1f} ms")
-            print(
-                f"engine that answers at once, 1 client: {alone:.0f} requests/s, median {median(single) * 1e3:.2f} ms"
-            )
+            for count in (options.clients, 1):
+                number = options.requests if count > 1 else options.requests // 8
+                rate, took, cpu = asyncio.run(throughput(base_url, key, number, count, here))
+                print(
+                    f"engine that answers at once, {count} clients: {rate:.0f} requests/s, median "
+                    f"{median(took) * 1e3:.2f} ms, p99 {quantiles(took, n=100)[98] * 1e3:.1f} ms, CPU time of the "
+                    f"endpoint {cpu * 1e3:.2f} ms a request ({1 / cpu:.0f} requests per second of CPU)"
+                )
         else:
             own, through = asyncio.run(added(base_url, key, here, options.streams))
             print(f"first token of the engine: median {median(own) * 1e3:.2f} ms", end="; ")
