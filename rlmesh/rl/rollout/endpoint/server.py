@@ -17,6 +17,7 @@ import json
 import logging
 import secrets
 import socket
+import sys
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -49,6 +50,9 @@ __all__ = ["Endpoint"]
 logger = logging.getLogger(__name__)
 
 START_S, STOP_S = 10.0, 5.0
+SWITCH_S = 0.0005
+"""Seconds after which a busy thread, such as an engine's, lets the loop of the endpoint run. Python's own 5 ms would be
+added to each first token."""
 MOST_BODY = 32 * 2**20
 RETRY = "x-stainless-retry-count"
 """Header in which OpenAI's clients say that they asked before and got no answer."""
@@ -84,6 +88,7 @@ class Endpoint:
         self._own_sampler = sampler is None
         self._sampler = sampler or TurnSampler(engine)
         self._sessions: dict[str, AgentSession] = {}
+        self._switch_s = sys.getswitchinterval()
         self._server: _Server | None = None
         self._serving: asyncio.Task[None] | None = None
 
@@ -114,6 +119,8 @@ class Endpoint:
             self._app(), log_level="warning", access_log=False, lifespan="off", ws="none", timeout_graceful_shutdown=1,
             loop="none", backlog=1024,
         )  # fmt: skip
+        self._switch_s = sys.getswitchinterval()
+        sys.setswitchinterval(min(self._switch_s, SWITCH_S))
         self._server = _Server(config)
         self._serving = asyncio.get_running_loop().create_task(self._server.serve(sockets=[listener]))
         async with asyncio.timeout(START_S):
@@ -127,6 +134,7 @@ class Endpoint:
         """Close all connections, and end."""
         if self._serving is not None and self._server is not None:
             self._server.should_exit = True
+            sys.setswitchinterval(self._switch_s)
             with suppress(TimeoutError):
                 async with asyncio.timeout(STOP_S):
                     await asyncio.shield(self._serving)
