@@ -45,6 +45,12 @@ class DLConfig(JobDescription):
 
         return plan_job(self, cluster)
 
+    def known_run_dir(self, run_dir: str | Path | None = None) -> Path | None:
+        """The run directory of `submit`, given its argument and what `rlmesh launch` says; None: it makes a new one."""
+        from rlmesh.driver.options import effective
+
+        return effective(self._launch_options(None, run_dir, 0.0)).run_dir
+
     @overload
     def submit(
         self,

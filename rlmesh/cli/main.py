@@ -43,7 +43,7 @@ def split_at_script(words: Sequence[str], parser: argparse.ArgumentParser) -> tu
 
 COMMANDS = (
     "launch", "ps", "status", "logs", "stacks", "stop", "doctor", "plan", "timeline", "chaos", "prepare", "train",
-    "keygen", "version",
+    "env", "keygen", "version",
 )  # fmt: skip
 """Subcommands; each has a module here. Only the module of the given command is loaded, so that a job starts sooner."""
 

@@ -12,6 +12,7 @@ holds the gate until all running requests have ended.
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections import deque
@@ -22,15 +23,16 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from rlmesh import ModuleSink, VersionGate, WeightSink
+from rlmesh import VersionGate, WeightSink
 from rlmesh.errors import UsageError, WeightsNotReady, WeightSyncError
 from rlmesh.rl.engines.continuous import ContinuousBatch
 from rlmesh.rl.engines.growing import Growing, decoder
 from rlmesh.rl.engines.lora import LoraOptions, add_adapter
 from rlmesh.rl.engines.prompts import checked_params, checked_rows, end_tokens, vocabulary_of
 from rlmesh.rl.engines.rollout import OnTokens, PauseMode, Sample, SamplingParams, SleepLevel
+from rlmesh.rl.engines.sleeping_sink import SleepingSink
 
 __all__ = ["TransformersEngine", "sample_batch"]
 
@@ -66,6 +68,8 @@ class _PendingSample:
 
     growing: Growing
     future: Future[Sample]
+    ends_at: float = math.inf
+    """The time at which its time limit ends it; infinite before it has begun, and without a limit."""
 
     def finish(self) -> None:
         if self.future.set_running_or_notify_cancel():
@@ -88,6 +92,9 @@ class TransformersEngine:
         mode: where new weights are written: ``double_buffer``: to a second set; ``in_place``: over those in use.
         version: the version of the model's current weights; None: serve nothing before the first push.
         max_batch: responses that are sampled together; further requests wait for a free slot.
+        keep_cache: with ``pause_mode="keep"``, responses go on with the keys and values that earlier weights computed,
+            instead of computing them anew (in-flight weight updates; Piché et al. 2025, arXiv:2509.19128). The
+            log-probabilities of a sample are always those that its tokens were drawn with.
         lora: the options of the trainer's adapter: the engine adds such an adapter to the model, and takes the
             adapter's tensors only. The adapter is computed beside the weights, which stay as they are, so that pushes
             leave no rounding behind.
@@ -99,7 +106,7 @@ class TransformersEngine:
     def __init__(
         self, model: nn.Module, *, pad_token_id: int = 0, stop_token_ids: Sequence[int] | None = None,
         tokenizer: Any = None, pause_mode: PauseMode = "wait", mode: str = "double_buffer", version: int | None = None,
-        max_batch: int = 64, lora: LoraOptions | None = None, who: str = "the engine",
+        max_batch: int = 64, keep_cache: bool = False, lora: LoraOptions | None = None, who: str = "the engine",
         clock: Callable[[], float] = time.monotonic,
     ) -> None:  # fmt: skip
         if mode not in ("double_buffer", "in_place"):
@@ -109,10 +116,10 @@ class TransformersEngine:
             raise UsageError(f"max_batch={max_batch!r}: it is a whole number ≥ 1")
         stops = end_tokens(model) if stop_token_ids is None else list(stop_token_ids)
         self.model = model if lora is None else add_adapter(model, lora).eval()
-        self.pause_mode = pause_mode
+        self.pause_mode, self.keep_cache = pause_mode, keep_cache
         self.gate = VersionGate(who)
         self.gate.set_version(version)
-        self._sink = _Sink(self.model, mode, self.gate, lora=lora is not None)
+        self._sink = SleepingSink(self.model, mode, self.gate, lora=lora is not None)
         self._pad, self._clock = pad_token_id, clock
         self._decode = None if tokenizer is None else decoder(tokenizer)
         self._vocabulary = vocabulary_of(model)
@@ -121,6 +128,8 @@ class TransformersEngine:
         self._closed = False
         self._tokens, self._busy_s = 0, 0.0
         self._given_up = _GivenUp()
+        self._soonest = math.inf
+        """The first time at which a time limit ends a response."""
         self._batch = ContinuousBatch(self.model, stop_token_ids=stops, pad=pad_token_id, most_rows=max_batch)
         self._state = threading.Condition()
         """Guards the fields below; notified when a request ends or may be let in."""
@@ -148,15 +157,22 @@ class TransformersEngine:
         self, prompt: Sequence[int], params: SamplingParams, *, timeout_s: float = 600.0,
         on_tokens: OnTokens | None = None,
     ) -> Future[Sample]:  # fmt: skip
-        (checked,) = checked_rows([prompt], self._vocabulary, what="prompt")
-        return self._let_in([checked], params, timeout_s, on_tokens)[0]
+        checked = checked_rows([prompt], self._vocabulary, what="prompt")
+        return self._let_in(checked, [params], timeout_s, on_tokens=on_tokens)[0]
+
+    def submit_all(
+        self, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams], *, timeout_s: float = 600.0
+    ) -> list[Future[Sample]]:
+        """Start several requests at once, each with parameters of its own, so that they begin with the same token."""
+        return self._let_in(checked_rows(prompts, self._vocabulary, what="prompt"), params, timeout_s)
 
     def generate(
         self, prompts: Sequence[Sequence[int]], params: SamplingParams, *, timeout_s: float = 600.0
     ) -> list[Sample]:
         prompts = checked_rows(prompts, self._vocabulary, what="prompt")
+        checked_params(params, can_decode=self._decode is not None)
         deadline = self._clock() + timeout_s
-        futures = self._let_in(prompts, params, timeout_s)
+        futures = self._let_in(prompts, [params] * len(prompts), timeout_s, by_row=True)
         try:
             return [future.result(max(deadline - self._clock(), 0.0)) for future in futures]
         except TimeoutError:
@@ -168,14 +184,19 @@ class TransformersEngine:
                 future.cancel()
 
     def _let_in(
-        self, prompts: Sequence[list[int]], params: SamplingParams, timeout_s: float, on_tokens: OnTokens | None = None
-    ) -> list[Future[Sample]]:
-        params = checked_params(params, can_decode=self._decode is not None)
+        self, prompts: Sequence[list[int]], params: Sequence[SamplingParams], timeout_s: float, *, by_row: bool = False,
+        on_tokens: OnTokens | None = None,
+    ) -> list[Future[Sample]]:  # fmt: skip
+        """Queue requests. ``by_row``: they have one seed together, from which each makes one by its row."""
+        for each in {id(one): one for one in params}.values():
+            checked_params(each, can_decode=self._decode is not None)
         if not prompts:
             return []
         requests = [
-            _PendingSample(Growing(prompt, params, row, self._decode, on_tokens), _SampleFuture(self._given_up))
-            for row, prompt in enumerate(prompts)
+            _PendingSample(
+                Growing(prompt, each, row if by_row else 0, self._decode, on_tokens), _SampleFuture(self._given_up)
+            )
+            for row, (prompt, each) in enumerate(zip(prompts, params, strict=True))
         ]
         deadline = self._clock() + timeout_s
         with self._state:
@@ -224,6 +245,8 @@ class TransformersEngine:
                 for request in [request for request in self._running.values() if request.future.cancelled()]:
                     self._take_out(request)
                 self._queue = deque(request for request in self._queue if not request.future.cancelled())
+            if self._clock() >= self._soonest:
+                self._end_late()
             if self._ending:
                 self._end_all()
             elif self._closed:
@@ -234,6 +257,15 @@ class TransformersEngine:
             self._thread = None
             self._state.notify_all()
             return False
+
+    def _end_late(self) -> None:
+        """End the responses whose time is over."""
+        now = self._clock()
+        for request in [request for request in self._running.values() if request.ends_at <= now]:
+            self._take_out(request)
+            request.growing.finish("time")
+            request.finish()
+        self._soonest = min((request.ends_at for request in self._running.values()), default=math.inf)
 
     def _take_out(self, request: _PendingSample) -> None:
         del self._running[request.growing]
@@ -291,9 +323,13 @@ class TransformersEngine:
                 self._seen = self._sink.changes
                 if self.pause_mode == "abort":
                     self._end_begun()
-                self._batch.restart()
+                if not (self.keep_cache and self.pause_mode == "keep"):
+                    self._batch.restart()
             while self._queue and self._batch.room:
                 request = self._queue.popleft()
+                if (limit_s := request.growing.params.time_limit_s) is not None:
+                    request.ends_at = self._clock() + limit_s
+                    self._soonest = min(self._soonest, request.ends_at)
                 self._running[request.growing] = request
                 self._batch.add(request.growing)
         before = sum(len(growing.tokens) for growing in self._running)
@@ -383,89 +419,6 @@ class TransformersEngine:
         if self._asleep is not None:
             raise WeightsNotReady(f"{self.gate.who} sleeps (level {self._asleep}): call wake() first")
         return self.gate.serving(timeout_s)
-
-
-class _Sink(ModuleSink):
-    """A module's sink that shares the engine's gate, and frees the memory while the engine sleeps.
-
-    With ``lora`` it takes the adapter only. The base model, which no push brings, is never dropped: it is moved to the
-    host at both levels of sleep.
-    """
-
-    def __init__(self, model: nn.Module, mode: Any, gate: VersionGate, *, lora: bool) -> None:
-        super().__init__(model, mode, lora="adapter" if lora else "")
-        self.gate = gate
-        self.changes = 0
-        """The number of times that the weights in use have changed."""
-        taken = {id(tensor) for same in self._targets.values() for tensor in same}
-        every = (*model.parameters(), *model.buffers())
-        self._base = [tensor for tensor in every if lora and id(tensor) not in taken]
-        self._home = next(model.parameters()).device
-        self._gone: dict[int, int] = {}
-        self._missing: set[str | None] = set()
-
-    def release(self, level: SleepLevel) -> None:
-        self.let_go()
-        if self._home.type != "cpu":
-            for tensor in self._base:
-                tensor.data = tensor.data.to("cpu")
-        if level == 1 and self._home.type != "cpu":
-            self._move("cpu")
-        elif level == 2:
-            self._gone = {}
-            for tensors in self._targets.values():
-                bare = torch.empty_like(tensors[0])  # new memory: the memory in use may be the source's
-                self._gone[id(tensors[0])] = bare.untyped_storage().nbytes()
-                bare.untyped_storage().resize_(0)
-                for tensor in tensors:
-                    tensor.data = bare
-        if self._home.type == "cuda":
-            torch.cuda.empty_cache()  # other processes may need the memory
-
-    def regain(self) -> None:
-        if self._gone:
-            for tensors in self._targets.values():
-                tensors[0].data.untyped_storage().resize_(self._gone[id(tensors[0])])
-            self._gone = {}
-        elif self._home.type != "cpu":
-            self._move(str(self._home))
-        for tensor in self._base:
-            tensor.data = tensor.data.to(self._home)
-
-    def _move(self, device: str) -> None:
-        for tensors in self._targets.values():
-            moved = tensors[0].data.to(device)
-            for tensor in tensors:
-                tensor.data = moved
-
-    def begin(self, version: int) -> None:
-        if self._gone:
-            raise WeightSyncError("the engine sleeps and has no memory for weights: call wake() before the push")
-        self._missing = set(self._targets)
-        super().begin(version)
-
-    def rooms(self, entries: Sequence[Any], *, keep: bool) -> Sequence[Tensor | None]:
-        found = super().rooms(entries, keep=keep)
-        # The receiver writes these entries into their rooms directly, so stage() never sees them: they have arrived.
-        written = (entry for entry, room in zip(entries, found, strict=True) if room is not None)
-        self._missing -= {owner for entry in written if (owner := self._owner(entry)) is not None}
-        return found
-
-    def stage(self, tensors: Mapping[str, Tensor], *, keep: bool) -> None:
-        super().stage(tensors, keep=keep)
-        self._missing -= self._manifest.by_owner(tensors).keys()
-
-    def flip(self, version: int) -> None:
-        if self._missing:
-            raise WeightSyncError(
-                f"no weights came for {len(self._missing)} tensors, such as {min(map(str, self._missing))}"
-            )
-        super().flip(version)
-        self.changes += 1
-
-    def rollback(self) -> None:
-        super().rollback()
-        self.changes += 1
 
 
 def sample_batch(

@@ -7,7 +7,6 @@ Weights go from one to the other through a copy in host memory, so that the two 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cached_property
 
 import numpy as np
 import torch
@@ -19,17 +18,16 @@ from rlmesh.rl.engines.rollout import RolloutEngine, Sample, SamplingParams
 from rlmesh.rl.packing import Pack
 from rlmesh.rl.roles.actor import ActorRole
 from rlmesh.rl.roles.host_copy import HostCopy
+from rlmesh.rl.roles.playing import PlaysEpisodes
 from rlmesh.rl.roles.reference import REFERENCE, FrozenPolicy
-from rlmesh.rl.roles.rollout import EPISODE_CALLS, ROLLOUT, engine_params, make_episode_maker, make_rollout_engine
+from rlmesh.rl.roles.rollout import ROLLOUT, engine_params, make_rollout_engine, sample_groups
 from rlmesh.rl.roles.trained import TRAINING
-from rlmesh.rl.rollout.episodes.maker import EpisodeMaker
-from rlmesh.rl.rollout.episodes.tasks import EpisodeTask
-from rlmesh.rl.types import Episode
+from rlmesh.rl.rollout.requests import GroupRequest
 
 __all__ = ["ActorRollout", "ActorRolloutRef"]
 
 
-class ActorRollout(ActorRole):
+class ActorRollout(PlaysEpisodes, ActorRole):
     """One rank of the policy in training, with a rollout engine of its own. See `ActorRole` and `RolloutRole`."""
 
     rollout_engine: RolloutEngine
@@ -42,8 +40,7 @@ class ActorRollout(ActorRole):
         self.turns.add(ROLLOUT, wake=self.rollout_engine.wake, sleep=lambda: self.rollout_engine.sleep(2))
 
     def teardown(self) -> None:
-        if "episode_maker" in self.__dict__:
-            self.episode_maker.close()
+        self.close_episodes()
         self.rollout_engine.close()
         super().teardown()
 
@@ -73,16 +70,14 @@ class ActorRollout(ActorRole):
         with self.turns.turn(ROLLOUT):
             return self.rollout_engine.generate(prompts, engine_params(params, current_worker().rank))
 
-    @cached_property
-    def episode_maker(self) -> EpisodeMaker:
-        """Plays episodes of several turns on the rollout engine."""
-        return make_episode_maker(self.run_settings, self.rollout_engine)
+    def sampling_engine(self) -> RolloutEngine:
+        return self.rollout_engine
 
-    @rpc(concurrent=EPISODE_CALLS)
-    def make_episodes(self, tasks: Sequence[EpisodeTask], params: SamplingParams) -> list[list[Episode]]:
-        """Play episodes of several turns; see `EpisodeMaker.make`. Their seeds do not depend on the rank."""
+    @rpc
+    def sample_in_turn(self, requests: Sequence[GroupRequest], params: SamplingParams) -> list[list[Sample]]:
+        """The samples of each request, with the requests' own seeds."""
         with self.turns.turn(ROLLOUT):
-            return self.episode_maker.make(tasks, params)
+            return sample_groups(self.rollout_engine, requests, params)
 
 
 class ActorRolloutRef(ActorRollout):

@@ -2,34 +2,31 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 from collections.abc import Sequence
-from functools import cached_property
+from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
 from rlmesh import ReceivesWeights, current_worker, rpc
-from rlmesh.errors import UsageError
 from rlmesh.rl.engines.rollout import RolloutEngine, Sample, SamplingParams
 from rlmesh.rl.roles.defaults import choose_device, keep_objects, run_settings
+from rlmesh.rl.roles.playing import ROLLOUT, PlaysEpisodes
 from rlmesh.rl.roles.turns import TakesTurns
-from rlmesh.rl.rollout.episodes.maker import EpisodeMaker
-from rlmesh.rl.rollout.episodes.plan import EpisodePlan
-from rlmesh.rl.rollout.episodes.tasks import EpisodeTask
-from rlmesh.rl.types import Episode
+from rlmesh.rl.rollout.requests import GroupRequest
 
 if TYPE_CHECKING:
     from rlmesh.rl.trainers.run import Run
 
-__all__ = ["EPISODE_CALLS", "ROLLOUT", "RolloutRole", "engine_params", "make_episode_maker", "make_rollout_engine"]
+__all__ = ["ROLLOUT", "RolloutRole", "engine_params", "make_rollout_engine"]
 
-ROLLOUT = "rollout"
-EPISODE_CALLS = 64
-"""Calls of `make_episodes` that an engine serves at a time; their episodes are sampled together."""
+SAMPLE_S = 24 * 3600.0
+"""Seconds after which responses are given up that no limit of the run has ended."""
 SEEDS = 1009
 """Seeds per call: engine number n takes the n-th of them, so that no two engines and calls share a seed."""
 
 
-class RolloutRole(TakesTurns, ReceivesWeights):
+class RolloutRole(PlaysEpisodes, TakesTurns, ReceivesWeights):
     """Samples responses. Override `make_engine` for an engine of your own."""
 
     engine: RolloutEngine
@@ -46,8 +43,7 @@ class RolloutRole(TakesTurns, ReceivesWeights):
         keep_objects()
 
     def teardown(self) -> None:
-        if "episode_maker" in self.__dict__:
-            self.episode_maker.close()
+        self.close_episodes()
         self.close_weights()
         self.engine.close()
 
@@ -68,30 +64,58 @@ class RolloutRole(TakesTurns, ReceivesWeights):
         with self.turns.turn(ROLLOUT):
             return self.engine.generate(prompts, engine_params(params, self.rank))
 
-    @cached_property
-    def episode_maker(self) -> EpisodeMaker:
-        """Plays episodes of several turns on the engine."""
-        return make_episode_maker(self.run_settings, self.engine)
+    def sampling_engine(self) -> RolloutEngine:
+        return self.engine
 
-    @rpc(concurrent=EPISODE_CALLS)
-    def make_episodes(self, tasks: Sequence[EpisodeTask], params: SamplingParams) -> list[list[Episode]]:
-        """Play episodes of several turns; see `EpisodeMaker.make`. Their seeds do not depend on the engine."""
+    @rpc(concurrent=4096)
+    async def sample(self, requests: Sequence[GroupRequest], params: SamplingParams) -> list[list[Sample]]:
+        """The samples of each request, with the requests' own seeds. Calls run beside each other, and beside pushes;
+        the engine must have its devices to itself."""
+        futures = await asyncio.to_thread(submit_groups, self.engine, requests, params)
+        try:
+            samples = iter(await asyncio.gather(*map(asyncio.wrap_future, futures)))
+        finally:
+            for future in futures:
+                future.cancel()
+        return [[next(samples) for _ in request.seeds] for request in requests]
+
+    @rpc
+    def sample_in_turn(self, requests: Sequence[GroupRequest], params: SamplingParams) -> list[list[Sample]]:
+        """As `sample`, for an engine that shares its devices."""
         with self.turns.turn(ROLLOUT):
-            return self.episode_maker.make(tasks, params)
+            return sample_groups(self.engine, requests, params)
+
+
+def submit_groups(
+    engine: RolloutEngine, requests: Sequence[GroupRequest], params: SamplingParams
+) -> list[Future[Sample]]:
+    """Start the responses of requests on an engine: one future per response, in order."""
+    prompts = [request.prompt for request in requests for _ in request.seeds]
+    each = [dataclasses.replace(params, seed=seed) for request in requests for seed in request.seeds]
+    submit_all = getattr(engine, "submit_all", None)
+    if submit_all is None:
+        return [engine.submit(prompt, own) for prompt, own in zip(prompts, each, strict=True)]
+    found: list[Future[Sample]] = submit_all(prompts, each)
+    return found
+
+
+def sample_groups(
+    engine: RolloutEngine, requests: Sequence[GroupRequest], params: SamplingParams
+) -> list[list[Sample]]:
+    """The samples of each request; waits for them."""
+    futures = submit_groups(engine, requests, params)
+    try:
+        samples = iter([future.result(SAMPLE_S) for future in futures])
+    finally:
+        for future in futures:
+            future.cancel()
+    return [[next(samples) for _ in request.seeds] for request in requests]
 
 
 def engine_params(params: SamplingParams, rank: int) -> SamplingParams:
     """The parameters for one engine: its seed is made of the call's seed and the engine's rank."""
     seed = None if params.seed is None else params.seed * SEEDS + rank
     return dataclasses.replace(params, seed=seed)
-
-
-def make_episode_maker(run: Run, engine: RolloutEngine) -> EpisodeMaker:
-    """Plays the episodes of a run with tools, an environment or an agent, on one of its engines."""
-    plan = EpisodePlan.of(run)
-    if plan is None:
-        raise UsageError("the run has no tools, no environment and no agent: its episodes have one turn")
-    return EpisodeMaker(engine, run.tokenizer(), plan)
 
 
 def make_rollout_engine(run: Run, *, sleeps: bool = False) -> RolloutEngine:
@@ -113,6 +137,8 @@ def make_rollout_engine(run: Run, *, sleeps: bool = False) -> RolloutEngine:
         tokenizer = AutoTokenizer.from_pretrained(run.model)
         pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else (tokenizer.eos_token_id or 0)
         mode: dict[str, Any] = {"mode": "in_place"} if sleeps else {}
+        if not run.schedule.drains:
+            mode |= {"pause_mode": "keep", "keep_cache": True}
         options = {**mode, "lora": run.actor.lora.options(), "tokenizer": tokenizer, **settings.options}
         return TransformersEngine(model, pad_token_id=pad, **options)
     from rlmesh.rl.engines.vllm.async_engine import AsyncVllmEngine

@@ -12,6 +12,8 @@ if TYPE_CHECKING:
 
 __all__ = ["build"]
 
+ENGINE_RESTARTS = 10
+
 
 def build(run: Run) -> DLJob:
     """Describe the job of a run.
@@ -32,7 +34,8 @@ def build(run: Run) -> DLJob:
     builder.actor(fused).resource(**share).nnodes(run.nodes).nproc_per_node(-(-run.actor.ranks // run.nodes))
     on_devices = ["ACTOR"]
     if placed != "fused":
-        builder.rollout().resource(**share).total(run.rollout.engines)
+        # Engines have no state that a restart could lose, and a prompt that kills engines does so more than once.
+        builder.rollout().resource(**share).total(run.rollout.engines).max_restarts(ENGINE_RESTARTS)
         on_devices.append("ROLLOUT")
         if "reference" in needs:
             builder.reference().resource(**share).total(1)

@@ -33,6 +33,10 @@ ELSEWHERE: Mapping[str, str] = {
     "test_freq": "validate_every",
     "eval_steps": "validate_every",
     "save_freq": "save_every",
+    "max_actor_ckpt_to_keep": "keep_last",
+    "save_total_limit": "keep_last",
+    "resume_mode": "resume",
+    "resume_from_checkpoint": "resume",
     "save_steps": "save_every",
     # sampling
     "rollout.n": "algorithm.samples",
@@ -45,6 +49,12 @@ ELSEWHERE: Mapping[str, str] = {
     "rollout.name": "rollout.engine",
     "use_vllm": "rollout.engine",
     "vllm_num_engines": "rollout.engines",
+    "filter_groups": "rollout.dynamic_sampling",
+    "dynamic_filtering": "rollout.dynamic_sampling",
+    "max_num_gen_batches": "rollout.refill",
+    "gen_batch_size": "rollout.oversampling",
+    "staleness_threshold": "pipeline",
+    "async_train": "pipeline",
     "gpu_memory_utilization": "rollout.options",
     "vllm_gpu_memory_utilization": "rollout.options",
     # algorithm

@@ -21,13 +21,14 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from rlmesh.errors import UsageError
 from rlmesh.rl.rewards.model import RewardModel
 from rlmesh.rl.rewards.reward import Reward
 from rlmesh.rl.rollout.episodes.plan import EpisodePlan
 from rlmesh.rl.rollout.episodes.settings import EpisodeSettings
+from rlmesh.rl.rollout.pipeline import Pipeline
 from rlmesh.rl.trainers.settings import (
     ActorSettings,
     CriticSettings,
@@ -49,7 +50,6 @@ else:
 
 __all__ = ["Run", "RunResult"]
 
-PIPELINES = ("sync",)
 NEEDS = ("critic", "greedy", "reference")
 
 
@@ -83,7 +83,10 @@ class Run:
         validate_every: steps between validations; 0: before the first and after the last step only.
         batch_size: prompts per step.
         max_prompt_tokens: longer prompts are left out, and counted.
-        pipeline: how sampling and training take turns. ``"sync"`` is the only one so far.
+        prompt_key: the column of the prompts.
+        template: further arguments of the tokenizer's chat template, such as ``{"enable_thinking": False}``.
+        pipeline: how far sampling may be ahead of training: ``"sync"``, ``"one-step-off"`` or
+            ``"async(staleness=2)"``; see docs/pipelines.md.
         train: the training engine: ``ddp``, ``fsdp2``, ``zero1``, ``zero2`` or ``zero3``.
         actor: the policy in training.
         rollout: the engines that sample; a text names the engine.
@@ -99,7 +102,16 @@ class Run:
         devices_per_node: GPUs of each node; 0: train on CPUs.
         nodes: machines of the job.
         seed: of the order of prompts and of sampling.
-        save_every: steps between checkpoints.
+        save_every: steps between checkpoints. The last step has one too.
+        keep_last: this many of the latest checkpoints are kept.
+        keep_best: the metric by which the best checkpoint is kept too, such as ``"val/reward_mean"``; with ``-`` before
+            it, the smallest value is the best. Empty: only the latest are kept.
+        resume: ``"auto"``: go on from the latest checkpoint of the run directory, if it has one. ``"must"``: refuse to
+            start without one. ``"never"``: refuse to start with one.
+        restore: the checkpoint of another run with which this one begins: its folder ``checkpoints/step-…``, or its run
+            directory.
+        restore_parts: ``weights`` and ``optimizer``, of all models in training that the checkpoint has, or of one:
+            ``actor.weights``.
         examine: print this many scored responses of each step.
         reward_workers: processes that score.
 
@@ -130,8 +142,15 @@ class Run:
     nodes: int = 1
     seed: int = 0
     save_every: int = 50
+    keep_last: int = 2
+    keep_best: str = ""
+    resume: Literal["auto", "never", "must"] = "auto"
+    restore: str | Path | None = None
+    restore_parts: Sequence[str] = ("weights",)
     examine: int = 0
     reward_workers: int = 2
+    prompt_key: str = "prompt"
+    template: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         given: Any = self.rollout
@@ -198,9 +217,9 @@ class Run:
         yield from EpisodePlan.faults(self)
         if not self.rewards:
             yield "rewards: give at least one reward"
-        if self.pipeline not in PIPELINES:
-            yield f"pipeline={self.pipeline!r}: there is {', '.join(map(repr, PIPELINES))}"
-        for name in ("steps", "batch_size", "max_prompt_tokens", "save_every", "nodes", "reward_workers"):
+        if isinstance(self.pipeline, str):
+            yield from self._pipeline_faults()
+        for name in ("steps", "batch_size", "max_prompt_tokens", "save_every", "keep_last", "nodes", "reward_workers"):
             if isinstance(value := getattr(self, name), int) and value < 1:
                 yield f"{name}={value} must be ≥ 1"
         for name in ("validate_every", "devices_per_node", "examine", "seed"):
@@ -217,6 +236,21 @@ class Run:
         if self.train not in get_args(Engine):
             yield f"train={self.train!r}: the engines are {', '.join(get_args(Engine))}"
 
+    def _pipeline_faults(self) -> Iterator[str]:
+        try:
+            ahead = self.schedule.staleness
+        except UsageError as error:
+            yield str(error)
+            return
+        if ahead and self.placement in ("shared", "fused"):
+            yield (
+                f"pipeline={self.pipeline!r} samples while it trains, so engines need devices of their own: set "
+                f"placement='separate', not {self.placement!r}, or pipeline='sync'"
+            )
+        samples = getattr(self.algorithm, "samples", 2)
+        if getattr(self.rollout, "dynamic_sampling", False) is True and samples == 1:
+            yield "rollout.dynamic_sampling compares the responses of a prompt: algorithm.samples must be ≥ 2"
+
     def _placement_faults(self) -> Iterator[str]:
         if self.placement not in get_args(Placement):
             yield f"placement={self.placement!r}: there is {', '.join(map(repr, get_args(Placement)))}"
@@ -226,6 +260,11 @@ class Run:
             yield (
                 f"placement='fused': each of the actor's ranks has an engine, so rollout.engines="
                 f"{engines} must be actor.ranks={ranks}"
+            )
+        elif self.placement == "auto" and self.placed == "shared" and self.schedule.staleness:
+            yield (
+                f"pipeline={self.pipeline!r} samples while it trains, but with {self.devices} devices the roles share "
+                "them: set devices_per_node higher, or pipeline='sync'"
             )
 
     def check(self) -> None:
@@ -250,10 +289,11 @@ class Run:
 
         chosen = self.data if data is None else data
         plan = EpisodePlan.of(self)
-        template = {"tools": [tool.schema for tool in plan.tools]} if plan is not None and plan.tools else {}
+        tools = {"tools": [tool.schema for tool in plan.tools]} if plan is not None and plan.tools else {}
         return load_prompts(
-            chosen, tokenizer, seed=self.seed, max_prompt_tokens=self.max_prompt_tokens, template=template
-        )
+            chosen, tokenizer, seed=self.seed, prompt_key=self.prompt_key, max_prompt_tokens=self.max_prompt_tokens,
+            template={**tools, **self.template},
+        )  # fmt: skip
 
     @property
     def response_tokens(self) -> int:
@@ -265,6 +305,11 @@ class Run:
         from rlmesh.rl.trainers.job import build
 
         return build(self)
+
+    @property
+    def schedule(self) -> Pipeline:
+        """The rules of ``pipeline``."""
+        return Pipeline.parse(self.pipeline)
 
     @property
     def reward_models(self) -> tuple[RewardModel, ...]:
@@ -298,9 +343,14 @@ class Run:
             JobFailed: the job failed; the error names the root cause.
         """
         self.check()
-        from rlmesh.rl.trainers.trainer import result_of  # loads torch, which the check may not need
+        from rlmesh.rl.checkpoints.resuming import before_start  # loads torch, which the check may not need
+        from rlmesh.rl.trainers.trainer import result_of, result_of_complete
 
-        result = self.job().submit(name, **options)
+        job = self.job()
+        run_dir = job.known_run_dir(options.get("run_dir"))
+        if before_start(self, run_dir) and run_dir is not None:
+            return result_of_complete(run_dir)
+        result = job.submit(name, **options)
         return result_of(Path(result.run_dir))
 
     def here(self, name: str = "run", run_dir: str | Path | None = None) -> RunResult:
@@ -316,8 +366,13 @@ class Run:
         Raises:
             UsageError: something is wrong with the settings.
         """
+        from rlmesh.rl.checkpoints.resuming import before_start
         from rlmesh.rl.trainers.here import run_here
+        from rlmesh.rl.trainers.trainer import result_of_complete
 
         self.check()
         stamp = time.strftime("%Y%m%d-%H%M%S")
-        return run_here(self, Path("runs") / f"{name}-here-{stamp}" if run_dir is None else Path(run_dir))
+        folder = Path("runs") / f"{name}-here-{stamp}" if run_dir is None else Path(run_dir)
+        if before_start(self, folder if run_dir is not None else None):
+            return result_of_complete(folder)
+        return run_here(self, folder)

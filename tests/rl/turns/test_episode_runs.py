@@ -22,9 +22,9 @@ from rlmesh.rl.packing import pack, same_prompts
 from rlmesh.rl.rewards import Reward
 from rlmesh.rl.rewards.scoring import Rewards
 from rlmesh.rl.rollout.episodes import EpisodeSettings, TurnResult, episode_return
-from rlmesh.rl.rollout.episodes.plan import EpisodePlan
-from rlmesh.rl.rollout.episodes.spreading import EpisodeSpread
+from rlmesh.rl.rollout.episodes.spreading import EpisodeSpread, episode_metrics
 from rlmesh.rl.rollout.episodes.tasks import EpisodeTask
+from rlmesh.rl.rollout.requests import GroupRequest
 from rlmesh.rl.trainers.run import Run
 from rlmesh.rl.trainers.settings import ActorSettings, RolloutSettings
 from rlmesh.rl.types import Episode, Failed, Group, Score, Turn
@@ -223,34 +223,34 @@ class Engines:
         return future
 
 
-def spread(engines: Engines, **options: Any) -> tuple[EpisodeSpread, list[list[Episode]], int]:
+def spread(engines: Engines) -> tuple[list[list[Episode]], int]:
     pushes: list[int] = []
-    plan = EpisodePlan(EpisodeSettings(**options), environment=Letters)
-    made = EpisodeSpread(plan, engines, lambda: pushes.append(1))
     prompts = [[5 + number] for number in range(5)]
-    return made, made.make(prompts, [{}] * 5, SamplingParams(4, seed=9)), len(pushes)
+    made = EpisodeSpread(engines, lambda: pushes.append(1)).make(prompts, [{}] * 5, SamplingParams(4, seed=9))
+    return made, len(pushes)
 
 
 @pytest.mark.parametrize("error", [PeerLost("gone"), WeightsNotReady("none")])
 def test_episodes_of_an_engine_that_died_are_made_again(error: Exception) -> None:
-    calm, expected, _ = spread(Engines())
+    expected, _ = spread(Engines())
     engines = Engines(error, error)
-    made, episodes, pushes = spread(engines)
+    episodes, pushes = spread(engines)
     assert engines.calls == [[[0, 2, 4], [1, 3]], [[1], [3]], [[3], []]] and pushes == 2
     # An episode that is made again has the same seed, whichever engine makes it.
     assert [one.extras for (one,) in episodes] == [one.extras for (one,) in expected]
-    assert made.metrics([Group((0,), tuple(one for (one,) in episodes))])["episodes/made_again"] == 3
-    assert calm.metrics([Group((0,), tuple(one for (one,) in episodes))])["episodes/made_again"] == 0
 
 
-def test_episodes_of_an_engine_that_died_can_be_dropped() -> None:
-    engines = Engines(PeerLost("gone"))
-    made, episodes, pushes = spread(engines, interrupted="drop")
-    assert [one.failure for (one,) in episodes] == [
-        "", "episode 1: its engine died: PeerLost", "", "episode 3: its engine died: PeerLost", "",
-    ]  # fmt: skip
-    metrics = made.metrics([Group((0,), tuple(one for (one,) in episodes))])
-    assert (metrics["episodes/dropped"], metrics["episodes/failed"], pushes) == (2, pytest.approx(0.4), 0)
+def test_episodes_of_groups_are_numbered_through_the_run() -> None:
+    tasks = EpisodeTask.of(GroupRequest(6, [5, 6], (11, 12, 13), {"a": 1}))
+    assert [(task.number, task.seed, task.row) for task in tasks] == [(18 + n, 11 + n, {"a": 1}) for n in range(3)]
+    assert tasks[1].name == "episode 19" and tasks[1].prompt.tolist() == [5, 6]
+
+
+def test_the_report_has_the_numbers_of_episodes() -> None:
+    episodes = (episode([5], turns=3), episode([5], turns=1, failure="lost"), episode([5], turns=2, branch=1))
+    assert episode_metrics([Group((0,), episodes)]) == {
+        "episodes/turns": 2, "episodes/failed": pytest.approx(1 / 3), "episodes/branches": 1,
+    }  # fmt: skip
 
 
 def test_engines_that_die_again_and_again_end_the_run_with_an_error() -> None:
@@ -298,7 +298,7 @@ def test_a_run_goes_on_after_an_engine_dies_within_its_episodes(
     run_dir = run.submit("dies", view="plain").run_dir
     steps = reported(run_dir)
     assert len(steps) == 3 and (tmp_path / "life1").exists()
-    assert sum(step["episodes/made_again"] for step in steps) > 0
+    assert sum(step["buffer/asked_again"] for step in steps) > 0
     assert all(step["episodes/turns"] == 3 and step["episodes/failed"] == 0 for step in steps)
     assert all(step["drift_alarm"] == 0 for step in steps)
 

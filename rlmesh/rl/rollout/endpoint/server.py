@@ -18,7 +18,7 @@ import logging
 import secrets
 import socket
 import sys
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
@@ -75,16 +75,18 @@ class Endpoint:
         timeout_s: of a request that belongs to no episode.
         parse: finds tool calls in texts.
         sampler: None: a new one.
+        template: further arguments of the chat template.
     """
 
     def __init__(
         self, engine: RolloutEngine, tokenizer: Any, *, model: str = "policy", max_tokens: int = 256,
         host: str = "127.0.0.1", port: int = 0, api_key: str = "", timeout_s: float = 600.0,
         parse: ToolCallParser = hermes_calls, sampler: TurnSampler | None = None,
+        template: Mapping[str, Any] | None = None,
     ) -> None:  # fmt: skip
         self.model, self.api_key = model, api_key or secrets.token_urlsafe(32)
         self._host, self._port, self._max_tokens, self._timeout_s = host, port, max_tokens, timeout_s
-        self._spans, self._parse = ChatSpans(tokenizer), parse
+        self._spans, self._parse = ChatSpans(tokenizer, template=template or {}), parse
         self._own_sampler = sampler is None
         self._sampler = sampler or TurnSampler(engine)
         self._sessions: dict[str, AgentSession] = {}

@@ -7,13 +7,15 @@ import inspect
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from rlmesh.rl.engines.rollout import SamplingParams
 from rlmesh.rl.rollout.endpoint.sessions import AgentSession
 from rlmesh.rl.rollout.episodes.chat_spans import ChatSpans
 from rlmesh.rl.rollout.episodes.deadlines import EpisodeThread, PlaceTimeout
 from rlmesh.rl.rollout.episodes.plan import EpisodePlan, callable_name
 from rlmesh.rl.rollout.episodes.tasks import EpisodeTask
-from rlmesh.rl.types import Episode
+from rlmesh.rl.types import Episode, Score
 
 if TYPE_CHECKING:
     from rlmesh.rl.rollout.endpoint.server import Endpoint
@@ -51,7 +53,7 @@ async def play_agent(
                 break
             await asyncio.wait([call], timeout=min(settings.turn_timeout_s / 4, 1.0))
         if call.done():
-            result = call.result()
+            result = _plain(call.result())
     except PlaceTimeout as error:
         failure = str(error)
     except Exception as error:
@@ -69,6 +71,25 @@ async def play_agent(
     return session.recording.episodes(
         task.prompt, {"result": result}, finish_reason="failed" if failure else session.limit, failure=failure
     )
+
+
+def _plain(result: Any) -> Any:
+    """A result as a checkpoint can keep it.
+
+    Raises:
+        TypeError: the agent returned something else than a number, a text, a list or a mapping of these, or a `Score`.
+    """
+    if isinstance(result, Score):
+        return {"score": result.value, **result.metrics}
+    if result is None or isinstance(result, bool | int | float | str):
+        return result
+    if isinstance(result, Mapping):
+        return {str(name): _plain(value) for name, value in result.items()}
+    if isinstance(result, list | tuple):
+        return [_plain(one) for one in result]
+    if isinstance(result, np.generic):
+        return result.item()
+    raise TypeError(f"an agent returns a number, a text, a list, a mapping or a Score, got {type(result).__name__}")
 
 
 def _overdue(session: AgentSession, name: str) -> str:

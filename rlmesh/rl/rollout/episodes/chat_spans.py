@@ -27,11 +27,15 @@ class ChatSpans:
     Args:
         tokenizer: of transformers.
         tools: schemas for the chat template.
+        template: further arguments of the chat template.
     """
 
-    def __init__(self, tokenizer: Any, tools: Sequence[Mapping[str, Any]] = ()) -> None:
+    def __init__(
+        self, tokenizer: Any, tools: Sequence[Mapping[str, Any]] = (), template: Mapping[str, Any] | None = None
+    ) -> None:
         self.tokenizer = tokenizer
         self._tools = [dict(one) for one in tools]
+        self._template = dict(template or {})
         self._special = frozenset(tokenizer.all_special_ids)
 
     @property
@@ -139,7 +143,7 @@ class ChatSpans:
 
     def _options(self, tools: Sequence[Mapping[str, Any]] | None) -> dict[str, Any]:
         given = self._tools if tools is None else [dict(one) for one in tools]
-        return {"tools": given} if given else {}
+        return self._template | ({"tools": given} if given else {})
 
 
 def _marked(message: Message, mark: str) -> dict[str, Any]:

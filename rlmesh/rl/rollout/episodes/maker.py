@@ -12,10 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 from rlmesh.errors import UsageError
 from rlmesh.rl.engines.rollout import RolloutEngine, SamplingParams
-from rlmesh.rl.rollout.episodes.chat_spans import ChatSpans
 from rlmesh.rl.rollout.episodes.deadlines import EpisodeThread, PlaceTimeout
 from rlmesh.rl.rollout.episodes.partners import EnvironmentPartner, EpisodeFailed, Partner, ToolPartner
-from rlmesh.rl.rollout.episodes.plan import EpisodePlan, chat_of
+from rlmesh.rl.rollout.episodes.plan import EpisodePlan
 from rlmesh.rl.rollout.episodes.recording import RecordedTurn, Recording
 from rlmesh.rl.rollout.episodes.tasks import EpisodeTask
 from rlmesh.rl.rollout.episodes.turn_sampler import TurnSampler
@@ -40,7 +39,7 @@ class EpisodeMaker:
 
     def __init__(self, engine: RolloutEngine, tokenizer: Any, plan: EpisodePlan) -> None:
         self.plan = plan
-        self._spans = ChatSpans(tokenizer, [tool.schema for tool in plan.tools])
+        self._spans = plan.spans(tokenizer)
         self._parse = plan.parser()
         self._engine, self._tokenizer = engine, tokenizer
         self._sampler = TurnSampler(engine)
@@ -60,10 +59,11 @@ class EpisodeMaker:
         Raises:
             UsageError, WeightsNotReady: of the engine; all episodes of the call are given up.
         """
-        running: Future[list[list[Episode]]] = asyncio.run_coroutine_threadsafe(
-            self._play_all(tasks, params), self._loop
-        )
-        return running.result()
+        return self.start(tasks, params).result()
+
+    def start(self, tasks: Sequence[EpisodeTask], params: SamplingParams) -> Future[list[list[Episode]]]:
+        """As `make`, without waiting. ``cancel()`` gives the episodes up."""
+        return asyncio.run_coroutine_threadsafe(self._play_all(tasks, params), self._loop)
 
     def close(self) -> None:
         """End the endpoint and the loop. Episodes that are being played are given up."""
@@ -112,7 +112,7 @@ class EpisodeMaker:
         settings = self.plan.settings
         endpoint = Endpoint(
             self._engine, self._tokenizer, max_tokens=self.plan.turn_tokens, host=settings.host, port=settings.port,
-            timeout_s=settings.turn_timeout_s, parse=self._parse, sampler=self._sampler,
+            timeout_s=settings.turn_timeout_s, parse=self._parse, sampler=self._sampler, template=self.plan.template,
         )  # fmt: skip
         await endpoint.start()
         self._endpoint = endpoint
@@ -142,7 +142,7 @@ class EpisodeMaker:
         return game.episodes(failure)
 
     def _partner(self, task: EpisodeTask, thread: EpisodeThread) -> Partner:
-        settings, chat = self.plan.settings, chat_of(task.row) is not None
+        settings, chat = self.plan.settings, self.plan.chat_of(task.row) is not None
         if self.plan.environment is not None:
             return EnvironmentPartner(
                 self.plan.environment, chat=chat, thread=thread, settings=settings, episode=task.name
@@ -172,8 +172,8 @@ class _Game:
     async def play(self) -> None:
         task, plan = self._task, self._plan
         self.place = f"{task.name} turn 0"
-        chat = chat_of(task.row)
-        self._messages = chat or [{"role": "user", "content": str(task.row.get("prompt", ""))}]
+        chat = plan.chat_of(task.row)
+        self._messages = chat or [{"role": "user", "content": str(task.row.get(plan.prompt_key, ""))}]
         before = self._begin(chat, await self._partner.reset(task.row))
         parent = self._recording.root
         for turn in range(1, plan.settings.max_turns + 1):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from difflib import get_close_matches
 from importlib import import_module
 from importlib.util import find_spec
@@ -16,7 +16,7 @@ from rlmesh.rl.rollout.episodes.chat_spans import ChatSpans
 from rlmesh.rl.rollout.episodes.settings import EpisodeSettings
 from rlmesh.rl.rollout.episodes.tools import Tool, ToolCallParser, hermes_calls, tools_of
 
-__all__ = ["AGENT_INPUTS", "EpisodePlan", "callable_name", "chat_of"]
+__all__ = ["AGENT_INPUTS", "EpisodePlan", "callable_name"]
 
 AGENT_INPUTS = {
     "base_url": "the base URL of the episode, for a client of OpenAI's interface",
@@ -37,6 +37,8 @@ class EpisodePlan:
         tools: that the policy may call.
         agent: a function that plays an episode by requests to the endpoint; None: there is none.
         max_prompt_tokens, turn_tokens: the most tokens of a prompt, and of a turn of the policy.
+        prompt_key: the column of the prompts.
+        template: further arguments of the chat template.
     """
 
     settings: EpisodeSettings
@@ -45,6 +47,8 @@ class EpisodePlan:
     agent: Callable[..., Any] | None = None
     max_prompt_tokens: int = 1024
     turn_tokens: int = 256
+    prompt_key: str = "prompt"
+    template: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
     def of(cls, run: Any) -> EpisodePlan | None:
@@ -53,13 +57,22 @@ class EpisodePlan:
             return None
         return cls(
             run.episode, run.environment, tools_of(run.tools) if run.tools else (), run.agent,
-            run.max_prompt_tokens, run.rollout.max_tokens,
+            run.max_prompt_tokens, run.rollout.max_tokens, run.prompt_key, run.template,
         )  # fmt: skip
 
     @property
     def most_tokens(self) -> int:
         """The most tokens of an episode, its prompt included."""
         return self.max_prompt_tokens + self.settings.max_tokens
+
+    def chat_of(self, row: Mapping[str, Any]) -> list[Message] | None:
+        """The chat messages of a row's prompt; None: it is a text."""
+        prompt = row.get(self.prompt_key)
+        return None if isinstance(prompt, str) or prompt is None else [dict(one) for one in prompt]
+
+    def spans(self, tokenizer: Any) -> ChatSpans:
+        """Tokenises the words of the run's episodes."""
+        return ChatSpans(tokenizer, [tool.schema for tool in self.tools], self.template)
 
     def parser(self) -> ToolCallParser:
         """The function that finds tool calls in a text.
@@ -105,11 +118,10 @@ class EpisodePlan:
             self.parser()
         except UsageError as error:
             yield str(error)
-        chat = chat_of(row)
+        chat = self.chat_of(row)
         if chat and self.agent is None:
             try:
-                spans = ChatSpans(tokenizer, [tool.schema for tool in self.tools])
-                spans.check(chat, ["tool" if self.tools else "user"])
+                self.spans(tokenizer).check(chat, ["tool" if self.tools else "user"])
             except UsageError as error:
                 yield str(error)
         if self.environment is not None:
@@ -131,7 +143,7 @@ class EpisodePlan:
 
     def extras_of(self, row: Mapping[str, Any]) -> dict[str, Any]:
         """The extras of an episode with one empty turn, on which rewards are tried."""
-        asked = chat_of(row) or [{"role": "user", "content": str(row.get("prompt", ""))}]
+        asked = self.chat_of(row) or [{"role": "user", "content": str(row.get(self.prompt_key, ""))}]
         found: dict[str, Any] = {"turns": 1, "messages": [*asked, {"role": "assistant", "content": ""}]}
         if self.environment is not None:
             found["return"] = 0.0
@@ -146,7 +158,7 @@ class EpisodePlan:
         assert self.environment is not None
         thread = EpisodeThread("rlmesh-environment-check")
         partner = EnvironmentPartner(
-            self.environment, chat=bool(chat_of(row)), thread=thread, settings=self.settings, episode="row 0"
+            self.environment, chat=bool(self.chat_of(row)), thread=thread, settings=self.settings, episode="row 0"
         )
 
         async def start() -> None:
@@ -160,12 +172,6 @@ class EpisodePlan:
         finally:
             thread.close()
             thread.join(1.0)
-
-
-def chat_of(row: Mapping[str, Any]) -> list[Message] | None:
-    """The chat messages of a row's prompt; None: it is a text."""
-    prompt = row.get("prompt")
-    return None if isinstance(prompt, str) or prompt is None else [dict(one) for one in prompt]
 
 
 def callable_name(function: Any) -> str:

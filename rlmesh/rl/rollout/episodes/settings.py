@@ -27,7 +27,6 @@ class EpisodeSettings:
             (``"fail"``). A tool that does not answer in time fails its episode in any case.
         tool_calls: the form in which the policy calls tools: ``"hermes"`` (JSON between ``<tool_call>`` and
             ``</tool_call>``), or a function from a text to a list of `ToolCall`, or its ``module:function``.
-        interrupted: episodes whose engine died are made again (``"again"``), or fail (``"drop"``). Both are counted.
         history: a request of an agent that does not continue the recorded turns is refused (``"error"``), or opens a
             branch, an episode of its own (``"branch"``).
         parallel: the most episodes that an engine plays at a time.
@@ -41,7 +40,6 @@ class EpisodeSettings:
     episode_timeout_s: float = 600.0
     tool_errors: Literal["message", "fail"] = "message"
     tool_calls: str | ToolCallParser = "hermes"
-    interrupted: Literal["again", "drop"] = "again"
     history: Literal["error", "branch"] = "error"
     parallel: int = 256
     host: str = "127.0.0.1"

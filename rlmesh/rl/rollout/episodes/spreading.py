@@ -1,6 +1,6 @@
-"""`EpisodeSpread`: the episodes of a step, played by all engines, and played again if an engine dies.
+"""`EpisodeSpread`: episodes that are not trained on, such as those of a validation, played by all engines.
 
-This is the trainer's side; `rlmesh.rl.rollout.episodes.maker` is the engine's.
+Episodes to train on go through the run's buffer (`rlmesh.rl.rollout.episodes.engines`).
 """
 
 from __future__ import annotations
@@ -13,11 +13,10 @@ import numpy as np
 
 from rlmesh.errors import PeerLost, Restarting, StaleIncarnation, WeightsNotReady
 from rlmesh.rl.engines.rollout import SamplingParams
-from rlmesh.rl.rollout.episodes.plan import EpisodePlan
 from rlmesh.rl.rollout.episodes.tasks import SEEDS, EpisodeTask
-from rlmesh.rl.types import Episode, Group, Turn
+from rlmesh.rl.types import Episode, Group
 
-__all__ = ["EpisodeSpread"]
+__all__ = ["EpisodeSpread", "episode_metrics", "tell_failures"]
 
 logger = logging.getLogger(__name__)
 
@@ -30,15 +29,12 @@ class EpisodeSpread:
     """Plays the episodes of a run.
 
     Args:
-        plan: of the run.
-        engines: the members that play (:meth:`rlmesh.rl.roles.rollout.RolloutRole.make_episodes`).
+        engines: the members that play (:class:`rlmesh.rl.roles.playing.PlaysEpisodes`).
         push_again: gives weights to engines that have none.
     """
 
-    def __init__(self, plan: EpisodePlan, engines: Any, push_again: Callable[[], None]) -> None:
-        self.plan = plan
+    def __init__(self, engines: Any, push_again: Callable[[], None]) -> None:
         self._engines, self._push_again = engines, push_again
-        self._made_again = self._dropped = 0
 
     def make(
         self, prompts: Sequence[Sequence[int]], rows: Sequence[Mapping[str, Any]], params: SamplingParams
@@ -66,7 +62,6 @@ class EpisodeSpread:
                 self._push_again()  # an engine restarted, or slept, since the push
             left = self._attempt(left, params, found)
             if not left:
-                self._tell(found.values())
                 return [found[task.number] for task in tasks]
         raise RuntimeError(f"{len(left)} of {len(tasks)} episodes were not played: the engines died, or had no weights")
 
@@ -84,12 +79,7 @@ class EpisodeSpread:
             outcomes = [error] * count
         again: list[EpisodeTask] = []
         for part, outcome in zip(parts, outcomes, strict=True):
-            if isinstance(outcome, DEATHS) and self.plan.settings.interrupted == "drop":
-                self._dropped += len(part)
-                reason = f"its engine died: {type(outcome).__name__}"
-                found |= {task.number: [_failed(task, f"{task.name}: {reason}")] for task in part}
-            elif isinstance(outcome, (*DEATHS, WeightsNotReady)):
-                self._made_again += len(part)
+            if isinstance(outcome, (*DEATHS, WeightsNotReady)):
                 again += part
             elif isinstance(outcome, BaseException):
                 raise outcome
@@ -97,27 +87,21 @@ class EpisodeSpread:
                 found |= {task.number: episodes for task, episodes in zip(part, outcome, strict=True)}
         return sorted(again, key=lambda task: task.number)
 
-    def _tell(self, made: Any) -> None:
-        failures = [episode.failure for episodes in made for episode in episodes if episode.failure]
-        for failure in failures[:MOST_TOLD]:
-            logger.warning("%s", failure)
-        if len(failures) > MOST_TOLD:
-            logger.warning("%d more episodes failed", len(failures) - MOST_TOLD)
 
-    def metrics(self, groups: Sequence[Group]) -> dict[str, float]:
-        """Numbers for the report of a step: turns per episode, the share of failed episodes, and the numbers of
-        branches and of episodes whose engine died, which were made again or dropped."""
-        episodes = Group.episodes_of(groups)
-        again, self._made_again = self._made_again, 0
-        dropped, self._dropped = self._dropped, 0
-        return {
-            "episodes/turns": float(np.mean([episode.extras.get("turns", 0) for episode in episodes])),
-            "episodes/failed": float(np.mean([bool(episode.failure) for episode in episodes])),
-            "episodes/branches": float(sum("branch" in episode.extras for episode in episodes)),
-            "episodes/made_again": float(again),
-            "episodes/dropped": float(dropped),
-        }
+def tell_failures(groups: Sequence[Group]) -> None:
+    """Log the places of some episodes that failed."""
+    failures = [episode.failure for episode in Group.episodes_of(groups) if episode.failure]
+    for failure in failures[:MOST_TOLD]:
+        logger.warning("%s", failure)
+    if len(failures) > MOST_TOLD:
+        logger.warning("%d more episodes failed", len(failures) - MOST_TOLD)
 
 
-def _failed(task: EpisodeTask, failure: str) -> Episode:
-    return Episode((Turn.said(task.prompt),), "failed", extras={"turns": 0}, failure=failure)
+def episode_metrics(groups: Sequence[Group]) -> dict[str, float]:
+    """Numbers for the report of a step: turns per episode, the share of failed episodes, and the number of branches."""
+    episodes = Group.episodes_of(groups)
+    return {
+        "episodes/turns": float(np.mean([episode.extras.get("turns", 0) for episode in episodes])),
+        "episodes/failed": float(np.mean([bool(episode.failure) for episode in episodes])),
+        "episodes/branches": float(sum("branch" in episode.extras for episode in episodes)),
+    }

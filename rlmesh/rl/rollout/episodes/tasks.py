@@ -6,7 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
+
 from rlmesh.rl.engines.rollout import SamplingParams
+from rlmesh.rl.rollout.requests import GroupRequest
 from rlmesh.rl.types import Ids
 
 __all__ = ["EpisodeTask"]
@@ -19,7 +22,7 @@ class EpisodeTask:
     """An episode to play.
 
     Attributes:
-        number: of the episode within its step, for errors.
+        number: of the episode, for errors.
         prompt: ``[tokens]``, the ids of the row's prompt.
         row: of the data set.
         seed: of the episode; None: different turns each time.
@@ -29,6 +32,12 @@ class EpisodeTask:
     prompt: Ids
     row: Mapping[str, Any]
     seed: int | None = None
+
+    @classmethod
+    def of(cls, request: GroupRequest) -> list[EpisodeTask]:
+        """The episodes of a group, numbered through the run."""
+        prompt, first = np.asarray(request.prompt, np.int32), request.position * len(request.seeds)
+        return [cls(first + place, prompt, request.row, seed) for place, seed in enumerate(request.seeds)]
 
     @property
     def name(self) -> str:
