@@ -85,15 +85,18 @@ class Rewards:
 
     def score(self, groups: Sequence[Group]) -> list[Group]:
         """The same groups, with the outcome of each reward in their episodes."""
-        responses = [self.response(episode) for group in groups for episode in group.episodes]
-        rows = [group.row for group in groups for _ in group.episodes]
+        every = [(episode, group.row) for group in groups for episode in group.episodes]
+        responses = [self.response(episode) for episode, _ in every if not episode.failure]
+        rows = [row for episode, row in every if not episode.failure]
         outcomes = self.outcomes(responses, rows)
         self._show(responses, rows, outcomes, self.examine)
         each = iter(outcomes)
-        return [
-            replace(group, episodes=tuple(replace(episode, outcomes=next(each)) for episode in group.episodes))
-            for group in groups
-        ]
+
+        def scored(episode: Episode) -> Episode:
+            failed = dict.fromkeys(self.rewards, Failed(episode.failure)) if episode.failure else None
+            return replace(episode, outcomes=next(each) if failed is None else failed)
+
+        return [replace(group, episodes=tuple(map(scored, group.episodes))) for group in groups]
 
     def show(self, groups: Sequence[Group], count: int) -> None:
         """Print responses of scored groups, spread over them."""

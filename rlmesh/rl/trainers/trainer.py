@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
@@ -34,6 +34,8 @@ from rlmesh.rl.packing import Packs, Tokens
 from rlmesh.rl.rewards.reward import Reward
 from rlmesh.rl.rewards.scoring import Rewards
 from rlmesh.rl.roles.defaults import keep_objects, run_settings
+from rlmesh.rl.rollout.episodes.plan import EpisodePlan
+from rlmesh.rl.rollout.episodes.spreading import EpisodeSpread, episode_metrics, tell_failures
 from rlmesh.rl.rollout.role_engines import OwnSampling
 from rlmesh.rl.rollout.run_sampling import RunSampling, role_engines
 from rlmesh.rl.trainers.batches import joined, lengths_of, matrix_of, packs_of, shares_of, value_metrics, values_of
@@ -129,6 +131,9 @@ class Trainer:
             self.rewards.show(groups, self.settings.examine)
         packs, batch = self.evaluate(groups)
         metrics = self.rewards.metrics(groups) | lengths_of(groups)
+        if self.episodes is not None:
+            tell_failures(groups)
+            metrics |= episode_metrics(groups)
         metrics |= self.train(packs, batch, self.algorithm.weigh(batch))
         self.version = step
         self.buffer.trained(step)
@@ -148,6 +153,14 @@ class Trainer:
             if own else role_engines(run, self.group("ROLLOUT") or self.actor, in_turn=in_turn),
             background=run.schedule.staleness > 0 and not in_turn and not own, revive=self.push_again,
         )  # fmt: skip
+
+    def play(
+        self, prompts: Sequence[list[int]], rows: Sequence[Mapping[str, Any]], *, greedy: bool = False, seed: int = 0
+    ) -> list[list[Episode]]:
+        """The episodes of each prompt: one, or one per branch that an agent opened."""
+        if self.episodes is None:
+            return [[episode] for episode in self.generate(prompts, greedy=greedy, seed=seed)]
+        return self.episodes.make(prompts, rows, self.settings.rollout.params(greedy=greedy, seed=seed))
 
     def generate(self, prompts: Sequence[list[int]], *, greedy: bool = False, seed: int = 0) -> list[Episode]:
         """One episode per prompt, sampled or greedy. The prompts are spread over the engines."""
@@ -234,8 +247,9 @@ class Trainer:
 
     def greedy_outcomes(self, groups: Sequence[Group]) -> list[Outcome]:
         """The reward of a greedy response to each group's prompt."""
-        episodes = self.generate([group.episodes[0].prompt_ids.tolist() for group in groups], greedy=True)
-        made = [Group(group.key, (one,), group.row) for group, one in zip(groups, episodes, strict=True)]
+        prompts, rows = [group.episodes[0].prompt_ids.tolist() for group in groups], [group.row for group in groups]
+        episodes = self.play(prompts, rows, greedy=True)
+        made = [Group(group.key, (one[0],), group.row) for group, one in zip(groups, episodes, strict=True)]
         return [self.rewards.total(episode) for episode in Group.episodes_of(self.score(self.rewards, made))]
 
     def ask(self, role: Any, method: str, packs: Packs, *given: Any) -> Any:
@@ -341,9 +355,10 @@ class Trainer:
         if self.settings.validation is None:
             return {}
         prompts = list(self._validation)
-        episodes = self.generate([prompt.ids.tolist() for prompt in prompts], greedy=True)
+        rows = [prompt.row for prompt in prompts]
+        episodes = self.play([prompt.ids.tolist() for prompt in prompts], rows, greedy=True)
         groups = [
-            Group((0, prompt.index), (episode,), prompt.row) for prompt, episode in zip(prompts, episodes, strict=True)
+            Group((0, prompt.index), (one[0],), prompt.row) for prompt, one in zip(prompts, episodes, strict=True)
         ]
         found = self.validation_rewards.metrics(self.score(self.validation_rewards, groups))
         return {f"val/{name}": value for name, value in found.items()}
@@ -387,6 +402,12 @@ class Trainer:
     def engines(self) -> Any:
         """The members that sample: those of the actor if the job has no others (`ActorRollout`)."""
         return self.group("ROLLOUT").options(idempotent=True) or self.actor
+
+    @cached_property
+    def episodes(self) -> EpisodeSpread | None:
+        """Plays episodes of several turns; None if each prompt gets one response."""
+        plan = EpisodePlan.of(self.settings)
+        return None if plan is None else EpisodeSpread(self.engines, self.push_again)
 
     @cached_property
     def reference(self) -> Any:
