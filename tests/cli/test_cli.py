@@ -36,6 +36,8 @@ commands:
     chaos     rehearse the failure of a running job
     prepare   create the parquet files of a well-known data set
     train     train a language model
+    evaluate  evaluate a model or a checkpoint
+    samples   show prompts, responses and rewards
     keygen    create a job's key
     version   print the versions of rlmesh and Python
 

@@ -15,6 +15,8 @@ from rlmesh.rl.reference.correction import whole_vocabulary as whole_vocabulary
 from rlmesh.rl.reference.distillation import sampled_reverse_kl_advantages as sampled_reverse_kl_advantages
 from rlmesh.rl.reference.distillation import top_k_kl as top_k_kl
 from rlmesh.rl.reference.drift import drift as drift
+from rlmesh.rl.reference.estimates import majority_at_k as majority_at_k
+from rlmesh.rl.reference.estimates import unbiased_pass_at_k as unbiased_pass_at_k
 from rlmesh.rl.reference.group_advantages import dr_grpo as dr_grpo
 from rlmesh.rl.reference.group_advantages import grpo as grpo
 from rlmesh.rl.reference.group_advantages import opo as opo

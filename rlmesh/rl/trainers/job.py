@@ -13,8 +13,8 @@ if TYPE_CHECKING:
 __all__ = ["build"]
 
 
-def build(run: Run) -> DLJob:
-    """Describe the job of a run.
+def build(run: Run, *, trainer: type[Any] | None = None, actor: type[Any] | None = None) -> DLJob:
+    """Describe the job of a run, with its own classes of trainer and actor if they are given.
 
     Without GPUs, roles that share devices share virtual ones, so that they take turns as on GPUs.
     """
@@ -27,8 +27,8 @@ def build(run: Run) -> DLJob:
     share: dict[str, Any] = {"accelerator": 1} if gpus or placed != "separate" else {"cpu": 1}
     builder = RLJobBuilder().config(run).node_num(run.nodes)
     builder = builder.device_type("GPU" if gpus else "CPU").device_per_node(devices)
-    builder.trainer().resource(cpu=1)
-    fused = {True: ActorRolloutRef, False: ActorRollout}["reference" in needs] if placed == "fused" else None
+    builder.trainer(trainer).resource(cpu=1)
+    fused = {True: ActorRolloutRef, False: ActorRollout}["reference" in needs] if placed == "fused" else actor
     builder.actor(fused).resource(**share).nnodes(run.nodes).nproc_per_node(-(-run.actor.ranks // run.nodes))
     on_devices = ["ACTOR"]
     if placed != "fused":

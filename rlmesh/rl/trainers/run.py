@@ -15,7 +15,6 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -24,6 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
 from rlmesh.errors import UsageError
+from rlmesh.rl.evaluation.settings import SampleSettings, ValidationSettings
 from rlmesh.rl.rewards.model import RewardModel
 from rlmesh.rl.rewards.reward import Reward
 from rlmesh.rl.trainers.settings import (
@@ -47,6 +47,7 @@ else:
 __all__ = ["Run", "RunResult"]
 
 PIPELINES = ("sync",)
+SECTIONS = ("actor", "critic", "rollout", "evaluation", "sample_files")
 NEEDS = ("critic", "greedy", "reference")
 
 
@@ -78,6 +79,8 @@ class Run:
         steps: training steps; each takes one batch of prompts.
         validation: prompts that are never trained on.
         validate_every: steps between validations; 0: before the first and after the last step only.
+        evaluation: how validation prompts are answered and counted.
+        sample_files: which samples are kept in the run directory.
         batch_size: prompts per step.
         max_prompt_tokens: longer prompts are left out, and counted.
         pipeline: how sampling and training take turns. ``"sync"`` is the only one so far.
@@ -106,6 +109,8 @@ class Run:
     steps: int = 100
     validation: Any = None
     validate_every: int = 0
+    evaluation: ValidationSettings = field(default_factory=ValidationSettings)
+    sample_files: SampleSettings = field(default_factory=SampleSettings)
     batch_size: int = 16
     max_prompt_tokens: int = 1024
     pipeline: str = "sync"
@@ -172,8 +177,9 @@ class Run:
 
     def _faults(self) -> Iterator[str]:
         yield from wrong_types(self, "")
-        for name, section in (("actor", self.actor), ("critic", self.critic), ("rollout", self.rollout)):
-            if not dataclasses.is_dataclass(section):
+        sections: dict[str, Any] = {name: getattr(self, name) for name in SECTIONS}
+        for name, section in sections.items():
+            if not hasattr(section, "faults"):
                 yield f"{name}={section!r} must be settings of its own"
                 continue
             bad = [*wrong_types(section, f"{name}.")]

@@ -18,15 +18,19 @@ from rlmesh import RoleGroup, WeightSync, current_worker
 from rlmesh.errors import CallError, SourceRestarted, UsageError, WeightsNotReady, WeightSyncError
 from rlmesh.rl.algorithms.protocol import Evaluated, TokenWeights
 from rlmesh.rl.components import padded
+from rlmesh.rl.data.dataset import Prompt
 from rlmesh.rl.data.loader import Drawn, PromptLoader
 from rlmesh.rl.drift import DriftAlarm, drift
 from rlmesh.rl.engines.rollout import SamplingParams
+from rlmesh.rl.evaluation.saved_run import remember
+from rlmesh.rl.evaluation.validation import Validation
 from rlmesh.rl.packing import Packs
 from rlmesh.rl.packing import pack as build_packs
 from rlmesh.rl.rewards.scoring import Rewards
 from rlmesh.rl.roles.defaults import run_settings
 from rlmesh.rl.rollout.buffer import SampleBuffer
-from rlmesh.rl.trainers.batches import lengths_of, matrix_of, shares_of, value_metrics, values_of
+from rlmesh.rl.samples.writer import SampleWriter
+from rlmesh.rl.trainers.batches import advantages_of, lengths_of, matrix_of, shares_of, value_metrics, values_of
 from rlmesh.rl.trainers.progress import Progress, remove_other_checkpoints
 from rlmesh.rl.types import Episode, Group, Outcome, Score
 
@@ -47,6 +51,7 @@ class Trainer:
     def setup(self) -> None:
         self.settings: Run = run_settings()
         self.run_dir = Path(current_worker().run_dir)
+        remember(self.run_dir, self.settings)
         self.tokenizer = self.settings.tokenizer()
         self.algorithm = self.settings.algorithm
         self.holder: Any = None
@@ -59,12 +64,15 @@ class Trainer:
         print(f"data: {data.counts}", flush=True)
         loader = PromptLoader(data, self.settings.batch_size, seed=self.settings.seed)
         self.buffer = SampleBuffer(loader, self.sample)
+        self.samples = SampleWriter(self.run_dir, self.settings.sample_files, self.text_of)
+        self.validation = Validation(self)
         self.alarm = DriftAlarm(self.settings.actor.precision)
         self.version, self.last = 0, dict[str, float]()
 
     def teardown(self) -> None:
         self.rewards.close()
         self.validation_rewards.close()
+        self.samples.close()
 
     def run(self) -> None:
         self.fit()
@@ -92,11 +100,16 @@ class Trainer:
         """One step: sample, score, evaluate, train, save, publish, report."""
         began = time.perf_counter()
         groups = self.score(self.rewards, self.buffer.take(step))
-        packs, batch = self.evaluate(self.usable(groups))
+        self.validation.begin()
+        usable = self.usable(groups)
+        packs, batch = self.evaluate(usable)
         metrics = self.rewards.metrics(groups) | lengths_of(groups)
-        metrics |= self.train(packs, batch, self.algorithm.weigh(batch))
+        weights = self.algorithm.weigh(batch)
+        metrics |= self.train(packs, batch, weights)
+        self.samples.add(step, groups, self.rewards.total, advantages=advantages_of(usable, batch, weights))
         self.version = step
         saved = self.save()
+        self.validation.end()
         self.publish()
         self.buffer.free(step)
         self.finish(step, metrics | {"step_time_s": time.perf_counter() - began}, saved)
@@ -277,23 +290,16 @@ class Trainer:
     def finish(self, step: int, metrics: dict[str, float], saved: bool) -> None:
         """Validate and report, and note on disk that the step is done, and whether it is saved."""
         settings = self.settings
-        if step == settings.steps or (settings.validate_every and step % settings.validate_every == 0):
+        if self.validation.due(step) and not self.validation.postpone(step):
             metrics |= self.validate()
         self.last = {name: value for name, value in metrics.items() if np.isfinite(value)}
         current_worker().report(step=step, total_steps=settings.steps, **self.last)
         Progress(step, step if saved else Progress.read(self.run_dir).saved).write(self.run_dir)
 
     def validate(self) -> dict[str, float]:
-        """Mean rewards of greedy responses to the validation prompts; empty if the run has no validation data."""
-        if self.settings.validation is None:
-            return {}
-        prompts = list(self._validation)
-        episodes = self.generate([prompt.ids.tolist() for prompt in prompts], temperature=0.0)
-        groups = [
-            Group((0, prompt.index), (episode,), prompt.row) for prompt, episode in zip(prompts, episodes, strict=True)
-        ]
-        found = self.validation_rewards.metrics(self.score(self.validation_rewards, groups))
-        return {f"val/{name}": value for name, value in found.items()}
+        """Rewards of responses to the validation prompts, by the weights that the engines serve; empty without
+        validation data."""
+        return self.validation.run(self.version)
 
     def export(self) -> None:
         """Leave the trained policy as a folder, and the last metrics as JSON."""
@@ -361,6 +367,7 @@ class Trainer:
 
     def begin(self) -> None:
         """Bring all models in training to the same step, and publish the weights; at step 0, validate."""
+        self.validation.drop()
         before, self.holder = self.version, None
         if self.shares:
             for role in {id(role): role for role in (self.engines, self.actor)}.values():
@@ -384,8 +391,17 @@ class Trainer:
         return WeightSync(self.actor, self.engines)
 
     @cached_property
-    def _validation(self) -> Any:
-        return self.settings.dataset(self.tokenizer, self.settings.validation)
+    def validation_prompts(self) -> list[Prompt] | None:
+        """The prompts of the validation data; ``None`` without any."""
+        if self.settings.validation is None:
+            return None
+        data = self.settings.dataset(self.tokenizer, self.settings.validation)
+        return [data[place] for place in range(len(data))]
+
+    def text_of(self, ids: Sequence[int]) -> str:
+        """The text of tokens, for people who read samples."""
+        text: str = self.tokenizer.decode(ids, skip_special_tokens=False)
+        return text
 
 
 def _trained_role_restarted() -> bool:
