@@ -53,6 +53,9 @@ HEAVY = {
     "vllm": ("rlmesh.rl.engines",),
     "deepspeed": ("rlmesh.rl.engines.training", "rlmesh.weights.zero_source"),
     "pynvml": ("rlmesh.placement.machine.nvml",),
+    "wandb": ("rlmesh.observe.trackers",),
+    "mlflow": ("rlmesh.observe.trackers",),
+    "trackio": ("rlmesh.observe.trackers",),
     "prometheus_client": ("rlmesh.master.monitoring.metrics_page",),
 }
 """What a login node may lack, and the packages or modules that may import it."""

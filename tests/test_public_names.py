@@ -79,6 +79,7 @@ PUBLIC = [
     "Subgraph",
     "Subgraphs",
     "TensorSpec",
+    "Trackers",
     "VersionGate",
     "VersionSpans",
     "WeightPlan",

@@ -29,7 +29,7 @@ job."""
 LOGIN_FOLDERS, LINGERING = "/run/user/", "/var/lib/systemd/linger"
 SOCKET_PATH_LIMIT = 90
 """Maximum bytes of a socket folder's path: the system allows 107 for a socket's path, including its own name."""
-RUN_FOLDERS = ("logs", "incidents", "timeline", "tensorboard", "samples")
+RUN_FOLDERS = ("logs", "incidents", "timeline", "tensorboard", "samples", "trackers")
 RUN_FILES = (
     "settings.pickle", "evaluation.json", "state.*", "metrics.*", "events.jsonl", "chaos.jsonl", "job.json",
     "starts.json", "end.json", "held-by.json", "exit-node*.json", "stacks-*.txt", "report.png", "relaunch.log",

@@ -12,7 +12,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from rlmesh import Alarm, JobInfo, MetricRecord, RestartEvent, StopRequest, WorkerContext, acting_as
+from rlmesh import Alarm, JobInfo, MetricRecord, RestartEvent, StopRequest, Trackers, WorkerContext, acting_as
 from rlmesh.rl.rewards.model import RewardModel
 from rlmesh.rl.roles.critic import CriticRole
 from rlmesh.rl.roles.fused import ActorRollout, ActorRolloutRef
@@ -37,9 +37,14 @@ logger = logging.getLogger(__name__)
 ROLES = ("ACTOR", "CRITIC")
 
 
-def run_here(run: Run, run_dir: Path) -> RunResult:
+def run_here(run: Run, run_dir: Path, name: str) -> RunResult:
     """Carry out a run in this process; see `Run.here`."""
     run_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+    with Trackers(run.trackers).following(run_dir, name) if run.trackers else nullcontext():
+        return _run_followed(run, run_dir)
+
+
+def _run_followed(run: Run, run_dir: Path) -> RunResult:
     alone = replace(
         run,
         actor=replace(run.actor, ranks=1),

@@ -81,6 +81,8 @@ class Run:
         validate_every: steps between validations; 0: before the first and after the last step only.
         evaluation: how validation prompts are answered and counted.
         sample_files: which samples are kept in the run directory.
+        trackers: names of trackers that show the metrics: ``wandb``, ``mlflow``, ``trackio``, each also with a project
+            (``wandb:PROJECT``), or ``module:Class``; see `rlmesh.Trackers`. TensorBoard files are always written.
         batch_size: prompts per step.
         max_prompt_tokens: longer prompts are left out, and counted.
         pipeline: how sampling and training take turns. ``"sync"`` is the only one so far.
@@ -111,6 +113,7 @@ class Run:
     validate_every: int = 0
     evaluation: ValidationSettings = field(default_factory=ValidationSettings)
     sample_files: SampleSettings = field(default_factory=SampleSettings)
+    trackers: Sequence[str] = ()
     batch_size: int = 16
     max_prompt_tokens: int = 1024
     pipeline: str = "sync"
@@ -184,6 +187,10 @@ class Run:
                 continue
             bad = [*wrong_types(section, f"{name}.")]
             yield from bad or (f"{name}.{fault}" for fault in section.faults())
+        if self.trackers:
+            from rlmesh import Trackers
+
+            yield from (f"trackers: {fault}" for fault in Trackers.faults(self.trackers))
         if not self.rewards:
             yield "rewards: give at least one reward"
         if self.pipeline not in PIPELINES:
@@ -279,7 +286,7 @@ class Run:
         self.check()
         from rlmesh.rl.trainers.trainer import result_of  # loads torch, which the check may not need
 
-        result = self.job().submit(name, **options)
+        result = self.job().submit(name, **{"trackers": self.trackers, **options})
         return result_of(Path(result.run_dir))
 
     def here(self, name: str = "run", run_dir: str | Path | None = None) -> RunResult:
@@ -299,4 +306,4 @@ class Run:
 
         self.check()
         stamp = time.strftime("%Y%m%d-%H%M%S")
-        return run_here(self, Path("runs") / f"{name}-here-{stamp}" if run_dir is None else Path(run_dir))
+        return run_here(self, Path("runs") / f"{name}-here-{stamp}" if run_dir is None else Path(run_dir), name)
