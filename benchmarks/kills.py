@@ -123,6 +123,7 @@ def judge(job: Running, kill: Kill, victim: Found) -> Ended:
     took_s = time.monotonic() - began
     output = job.output()
     wrong = []
+    died = kill.target == "driver" and code is not None and code < 0  # nobody is left to tell
     if code is None:
         outcome = "still ran"
         states = ", ".join(f"{found.what} {found.pid}" for found in job.processes())
@@ -133,13 +134,12 @@ def judge(job: Running, kill: Kill, victim: Found) -> Ended:
             wrong.append("the result is wrong or missing")
     else:
         outcome = "failed"
-        died = kill.target == "driver" and code < 0  # nobody is left to tell
         # A script whose memory is limited while it still imports fails by Python's own error: there is no job yet.
         early = kill.target == "driver" and "Traceback" in output and not [*(job.folder / "runs").glob("*")]
         if not died and not early and not any(cause in output for cause in CAUSES[kill.target]):
             wrong.append(f"exit code {code}, and the error names no cause")
     if code is not None:
-        wrong += [f"left: {what}" for what in job.left()]
+        wrong += [f"left: {what}" for what in job.left(looks=died)]
     return Ended(kill, outcome, took_s, tuple(wrong), output if wrong else "")
 
 

@@ -58,7 +58,7 @@ def groups_of(batch: RecordedBatch) -> list[Group]:
 
 
 class LocalRun:
-    """The trainer's stages after sampling: packs, evaluation by the roles, weights, one update per epoch.
+    """The trainer's stages after sampling: packs, evaluation by the roles, weights, optimizer steps.
 
     Args:
         model: trained in place.
@@ -67,6 +67,7 @@ class LocalRun:
         critic: a value model, trained in place with the same settings, if the algorithm needs one.
         algorithm: ``None``: GRPO with the settings.
         token_budget: of a pack.
+        minibatches: optimizer steps of a pass over a batch.
     """
 
     def __init__(
@@ -80,10 +81,11 @@ class LocalRun:
         critic: Any = None,
         algorithm: Algorithm | None = None,
         token_budget: int = 8192,
+        minibatches: int = 1,
     ) -> None:
         trained: dict[str, Any] = {
             "lr": settings.lr, "weight_decay": settings.weight_decay, "max_grad_norm": settings.max_grad_norm,
-            "epochs": settings.epochs, "token_budget": token_budget, "threads": 0,
+            "epochs": settings.epochs, "token_budget": token_budget, "threads": 0, "minibatches": minibatches,
             "activation_checkpointing": settings.activation_checkpointing,
         }  # fmt: skip
         run = Run(
@@ -100,7 +102,7 @@ class LocalRun:
         self.trainer = LocalTrainer(run, roles)
 
     def step(self, batch: RecordedBatch) -> list[StepSeen]:
-        """Train on one batch; one result per epoch."""
+        """Train on one batch; one result per optimizer step."""
         self.actor.reports.clear()
         trainer = self.trainer
         packs, evaluated = trainer.evaluate(trainer.usable(groups_of(batch)))
@@ -138,7 +140,7 @@ class LocalTrained(TrainedRole):
         self.run_settings, self.settings = run, getattr(run, self.section)
         self.device = next(model.parameters()).device
         self.turns = Turns(leased=False)
-        engine: Any = make_engine(run.train, model, self.settings)
+        engine: Any = make_engine(run.train, model, self.settings, run.steps)
         self.engine = engine
         for group in engine.optimizer.param_groups:
             group["eps"] = eps

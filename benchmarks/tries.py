@@ -15,6 +15,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
 
+from rlmesh.run_directory.discovery import BEGINS_S, running_jobs
+
 HERE = Path(__file__).resolve().parent
 JOB = HERE / "small_job.py"
 MARK = "RLMESH_TRY"
@@ -77,10 +79,16 @@ class Running:
         except subprocess.TimeoutExpired:
             return None
 
-    def left(self) -> list[str]:
-        """What is still there ``GONE_S`` after the driver's end."""
-        deadline = time.monotonic() + GONE_S
+    def left(self, *, looks: bool = False) -> list[str]:
+        """What is still there ``GONE_S`` after the driver's end.
+
+        ``looks``: the user looks at their jobs meanwhile. A driver that is killed before its job has other processes
+        leaves its folder to that.
+        """
+        deadline = time.monotonic() + GONE_S + (BEGINS_S if looks else 0.0)
         while True:
+            if looks:
+                running_jobs((str(self.folder / "tmp"),))
             left = [f"process {found.pid} {found.what}" for found in self.processes()]
             left += [f"socket folder {path}" for path in self.folder.glob("tmp/rlm-*")]
             left += [f"shared memory {path}" for path in Path("/dev/shm").glob(f"rlmesh-{self.mark}-*")]

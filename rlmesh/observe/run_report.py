@@ -134,7 +134,10 @@ def _draw(figure: Any, title: str, records: Sequence[MetricRecord]) -> None:
     figure.suptitle(f"{title}    {span}", x=0.01, ha="left", color=_INK)
     (reward, accuracy), (kl, times) = figure.subplots(2, 2)
     _curve(reward, "reward, mean of the step's samples", "reward_mean", curves, _COLORS[0])
-    _curve(accuracy, "held-out accuracy", "heldout_accuracy", curves, _COLORS[2], rare=True)
+    if "val/reward_mean" in curves:
+        _curve(accuracy, "reward, mean of the validation", "val/reward_mean", curves, _COLORS[2], rare=True)
+    else:
+        _curve(accuracy, "held-out accuracy", "heldout_accuracy", curves, _COLORS[2], rare=True)
     _curve(kl, "KL to the reference policy", "kl", curves, _COLORS[3])
     _breakdown(times, step_times(records))
     steps = [record.step for record in records]

@@ -14,22 +14,77 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from rlmesh.rl.balance import fill
-from rlmesh.rl.types import Episode
+from rlmesh.rl.types import Episode, Turn
 
-__all__ = ["Pack", "Packs", "Segment", "pack"]
+__all__ = ["Pack", "Packs", "Segment", "Tokens", "pack"]
 
 Index = NDArray[np.int64]
 
 
-@dataclass(frozen=True, slots=True)
-class Segment:
+@dataclass(frozen=True, slots=True, eq=False)
+class Tokens:
+    """The tokens of a batch of episodes in one row, one episode after the other.
+
+    Attributes:
+        turns: of all episodes.
+        ids: ``[tokens]``, int32.
+        sampled: ``[tokens]``, True at the tokens that the policy sampled.
+        starts, lengths: ``[episodes]``, the first token and the number of tokens of each.
+        prompts: ``[episodes]``, the number of tokens of the prompt.
+    """
+
+    turns: list[Turn]
+    ids: NDArray[np.int32]
+    sampled: NDArray[np.bool_]
+    starts: Index
+    lengths: Index
+    prompts: Index
+
+    @classmethod
+    def of(cls, episodes: Sequence[Episode]) -> Tokens:
+        """The tokens of these episodes."""
+        turns = [turn for episode in episodes for turn in episode.turns]
+        counts = np.array([len(episode.turns) for episode in episodes], dtype=np.int64)
+        sizes = np.array([len(turn.ids) for turn in turns], dtype=np.int64)
+        first = counts.cumsum() - counts
+        lengths = np.add.reduceat(sizes, first) if len(turns) else np.zeros(0, np.int64)
+        return cls(
+            turns,
+            np.concatenate([np.zeros(0, np.int32), *(turn.ids for turn in turns)]),
+            np.repeat(np.array([turn.source == "policy" for turn in turns], dtype=np.bool_), sizes),
+            lengths.cumsum() - lengths,
+            lengths,
+            sizes[first],
+        )
+
+    @property
+    def mask(self) -> NDArray[np.bool_]:
+        """``[episodes, longest]``, True at the tokens that the policy sampled."""
+        return self.matrix(self.sampled)
+
+    @property
+    def sampled_log_probs(self) -> NDArray[np.float64]:
+        """``[episodes, longest]``, see `Episode.sampled_log_probs`; 0 elsewhere."""
+        by_policy = [turn for turn in self.turns if turn.source == "policy"]
+        row = np.zeros(len(self.ids))
+        if by_policy:
+            row[self.sampled] = np.concatenate([turn.whole_log_probs for turn in by_policy])
+        return self.matrix(row)
+
+    def matrix(self, row: NDArray[Any]) -> NDArray[Any]:
+        """Numbers of the tokens, ``[tokens]``, as ``[episodes, longest]``; 0 after an episode's end."""
+        found = np.zeros((len(self.lengths), self.lengths.max(initial=0)), dtype=row.dtype)
+        found[np.arange(found.shape[1]) < self.lengths[:, None]] = row
+        return found
+
+
+class Segment(NamedTuple):
     """A contiguous range of a pack's tokens.
 
     Attributes:
@@ -132,8 +187,10 @@ def pack(
     names = list(range(len(episodes))) if groups is None else list(groups)
     if len(names) != len(episodes):
         raise ValueError(f"{len(episodes)} episodes need as many groups, got {len(names)}")
-    units = _units(episodes, names, token_budget) if share_prompts else [[i] for i in range(len(episodes))]
-    sizes = [_size(episodes, unit) for unit in units]
+    tokens = Tokens.of(episodes)
+    units = _units(tokens, names, token_budget) if share_prompts else [[i] for i in range(len(episodes))]
+    prompts, lengths = tokens.prompts.tolist(), tokens.lengths.tolist()
+    sizes = [sum(lengths[i] for i in unit) - prompts[unit[0]] * (len(unit) - 1) for unit in units]
     bins = fill(sizes, token_budget, multiple_of=ranks)
     bins.sort(key=lambda items: -sum(sizes[i] for i in items))
     # Dealt by falling size, forwards and backwards over the ranks, so that these get about equally many tokens.
@@ -141,84 +198,90 @@ def pack(
     for turn, items in enumerate(bins):
         lap, place = divmod(turn, ranks)
         rank = place if lap % 2 == 0 else ranks - 1 - place
-        by_rank[rank].append(_build(episodes, [units[i] for i in items]))
-    return Packs(tuple(map(tuple, by_rank)), sum(map(len, episodes)))
+        by_rank[rank].append(_build(tokens, [units[i] for i in items]))
+    return Packs(tuple(map(tuple, by_rank)), len(tokens.ids))
 
 
-def _units(episodes: Sequence[Episode], names: Sequence[int], budget: int) -> list[list[int]]:
+def _ranges(starts: Index, lengths: Index) -> Index:
+    """``start, start + 1, …`` of each range, one range after the other."""
+    ends = lengths.cumsum()
+    return np.arange(lengths.sum()) + np.repeat(starts - (ends - lengths), lengths)
+
+
+def _units(tokens: Tokens, names: Sequence[int], budget: int) -> list[list[int]]:
     """Episodes that share one prompt in one pack: groups, split where they exceed the budget."""
     members: dict[int, list[int]] = {}
     for i, name in enumerate(names):
         members.setdefault(name, []).append(i)
+    prompts, rests = tokens.prompts.tolist(), (tokens.lengths - tokens.prompts).tolist()
+    starts = tokens.starts.tolist()
+    whole = tokens.ids.tobytes()
+    width = tokens.ids.itemsize
+
+    def prompt(i: int) -> bytes:
+        return whole[starts[i] * width : (starts[i] + prompts[i]) * width]
+
     units = []
     for name, group in members.items():
-        prompt = episodes[group[0]].prompt_ids
+        first = prompt(group[0])
         for i in group[1:]:
-            if not np.array_equal(episodes[i].prompt_ids, prompt):
+            if prompt(i) != first:
                 raise ValueError(f"episodes {group[0]} and {i} are of group {name} but have different prompts")
-        rest = [len(episodes[i]) - len(prompt) for i in group]
-        parts = fill(rest, max(budget - len(prompt), 1))
-        units += [[group[i] for i in part] for part in parts if part]
+        rest, room = [rests[i] for i in group], max(budget - prompts[group[0]], 1)
+        if len(group) == 1 or sum(rest) <= room:
+            units.append(group)
+        else:
+            units += [[group[i] for i in part] for part in fill(rest, room) if part]
     return units
 
 
-def _size(episodes: Sequence[Episode], unit: Sequence[int]) -> int:
-    prompt = len(episodes[unit[0]].prompt_ids)
-    return prompt + sum(len(episodes[i]) - prompt for i in unit)
-
-
-def _sampled(episode: Episode) -> Index:
-    """The indices of the tokens that the policy sampled."""
-    ends = list(accumulate(map(len, episode.turns)))
-    ranges = [
-        np.arange(end - len(turn), end)
-        for turn, end in zip(episode.turns, ends, strict=True)
-        if turn.source == "policy"
-    ]
-    return ranges[0] if len(ranges) == 1 else np.concatenate([np.zeros(0, np.int64), *ranges])
-
-
-def _build(episodes: Sequence[Episode], units: Sequence[Sequence[int]]) -> Pack:
-    ids: list[NDArray[np.int32]] = []
-    positions: list[Index] = []
-    sources, targets, rows, places = (list[Index]() for _ in range(4))
+def _build(tokens: Tokens, units: Sequence[Sequence[int]]) -> Pack:
     segments: list[Segment] = []
+    firsts: list[int] = []  # of each segment: its first token, among those of all episodes
+    order: list[int] = []  # the episodes, and for each the place of its prompt and of the token after it
+    prompt_places: list[int] = []
+    rest_places: list[int] = []
+    starts, prompts, lengths = tokens.starts.tolist(), tokens.prompts.tolist(), tokens.lengths.tolist()
     at = 0
-
-    def add(tokens: NDArray[np.int32], first: int, prefix: tuple[int, int]) -> int:
-        nonlocal at
-        start, at = at, at + len(tokens)
-        ids.append(tokens)
-        positions.append(np.arange(first, first + len(tokens)))
-        segments.append(Segment(start, len(tokens), *prefix))
-        return start
-
     for unit in units:
-        prompt = len(episodes[unit[0]].prompt_ids)
-        shared = len(unit) > 1
-        prompt_at = add(episodes[unit[0]].prompt_ids, 0, (0, 0)) if shared else at
+        prompt, prompt_at, shared = prompts[unit[0]], at, len(unit) > 1
+        if shared:
+            segments.append(Segment(at, prompt))
+            firsts.append(starts[unit[0]])
+            at += prompt
         for row in unit:
-            whole = episodes[row].ids
-            if shared and len(whole) == prompt:
-                continue
-            start = add(whole[prompt:], prompt, (prompt_at, prompt)) if shared else add(whole, 0, (0, 0)) + prompt
-            chosen = _sampled(episodes[row])
-            # The first token after the prompt is predicted by the prompt's last one.
-            before = chosen - 1
-            sources.append(np.where(before < prompt, prompt_at + before, start + before - prompt))
-            targets.append(whole[chosen].astype(np.int64))
-            rows.append(np.full(len(chosen), row))
-            places.append(chosen)
+            # The prompt of an episode that shares it is there already.
+            skipped = prompt if shared else 0
+            if length := lengths[row] - skipped:
+                order.append(row)
+                prompt_places.append(prompt_at)
+                rest_places.append(at + prompt - skipped)
+                segments.append(Segment(at, length, prompt_at, prompt) if shared else Segment(at, length))
+                firsts.append(starts[row] + skipped)
+                at += length
+    own = np.array(firsts, dtype=np.int64)
+    sizes = np.array([segment.length for segment in segments], dtype=np.int64)
+    skips = np.array([segment.prefix_length for segment in segments], dtype=np.int64)
+    rows = np.array(order, dtype=np.int64)
+    everything = _ranges(tokens.starts[rows], tokens.lengths[rows])
+    chosen = tokens.sampled[everything]
+    count = tokens.lengths[rows]
+    places = _ranges(np.zeros_like(count), count)[chosen]
 
-    def joined(parts: Sequence[NDArray[np.integer[Any]]]) -> Index:
-        return np.concatenate([np.zeros(0, np.int64), *parts])
+    def each(values: Sequence[int] | Index) -> Index:
+        """One value per episode, for each of its targets."""
+        return np.repeat(np.asarray(values, dtype=np.int64), count)[chosen]
 
+    # The first token after the prompt is predicted by the prompt's last one.
+    before, prompt_lengths = places - 1, each(tokens.prompts[rows])
     return Pack(
-        joined(ids),
-        joined(positions),
+        tokens.ids[_ranges(own, sizes)].astype(np.int64),
+        _ranges(skips, sizes),
         tuple(segments),
-        sources=joined(sources),
-        targets=joined(targets),
-        rows=joined(rows),
-        places=joined(places),
+        sources=np.where(
+            before < prompt_lengths, each(prompt_places) + before, each(rest_places) + before - prompt_lengths
+        ),
+        targets=tokens.ids[everything[chosen]].astype(np.int64),
+        rows=each(rows),
+        places=places,
     )

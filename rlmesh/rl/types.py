@@ -117,6 +117,14 @@ class Turn:
     def __len__(self) -> int:
         return len(self.ids)
 
+    @property
+    def whole_log_probs(self) -> Numbers:
+        """``[tokens]`` of a policy's turn: log-probabilities of the whole vocabulary, at the temperature of sampling:
+        those of the sampling distribution plus the mass that it kept (`rlmesh.rl.correction.whole_vocabulary`)."""
+        if self.log_probs is None:
+            raise ValueError("an environment's turn has no log-probabilities")
+        return self.log_probs if self.kept_log_mass is None else self.log_probs + self.kept_log_mass
+
     @classmethod
     def said(cls, ids: ArrayLike) -> Turn:
         """A turn of the environment."""

@@ -59,7 +59,11 @@ def running_jobs(bases: tuple[str, ...] | None = None) -> list[RunningJob]:
     found: dict[str, RunningJob] = {}
     for base in socket_bases() if bases is None else bases:
         for folder in _own_folders(base, "rlm-"):
-            for node in _own_folders(folder, "n"):
+            nodes = _own_folders(folder, "n")
+            if not any(os.path.lexists(os.path.join(node, ABOUT_FILE)) for node in nodes):
+                _remove_unheld(folder, nodes)
+                continue
+            for node in nodes:
                 job = _read(Path(node) / ABOUT_FILE)
                 if job is not None and not _swept(job):
                     found[job.job_id] = job
@@ -110,6 +114,18 @@ def _swept(job: RunningJob) -> bool:
     gone = ownership.remove_folder(str(job.folder), held)
     ownership.remove_job_file(str(job.folder.parent / "job"), str(job.folder))
     return gone
+
+
+def _remove_unheld(folder: str, nodes: list[str]) -> None:
+    """Remove a socket folder that no job has been described in, if neither its maker nor a guardian holds it."""
+    held = [fd for fd in map(ownership.hold_folder, (folder, *nodes)) if fd is not None]
+    unheld = len(held) == len(nodes) + 1 and all(map(_alone, held))
+    for fd in held[1:]:
+        os.close(fd)
+    if unheld:
+        ownership.remove_folder(folder, held[0])
+    elif held:
+        os.close(held[0])
 
 
 def _alone(held: int) -> bool:

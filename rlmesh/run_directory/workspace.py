@@ -15,6 +15,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 
 from rlmesh import private_files
+from rlmesh.agent.processes import ownership
 from rlmesh.agent.protocol import AgentConfig
 from rlmesh.errors import LaunchError
 from rlmesh.master.jobspec import JobSpec
@@ -26,6 +27,7 @@ from rlmesh.runtime.transport.base import local_address
 ABOUT_FILE, KEY_FILE = "about.json", "key"
 """Files in the socket folder of node 0, which only its owner can enter; ``rlmesh ps`` needs them to find and ask a
 job."""
+MADE_AGAIN = 3
 LOGIN_FOLDERS, LINGERING = "/run/user/", "/var/lib/systemd/linger"
 SOCKET_PATH_LIMIT = 90
 """Maximum bytes of a socket folder's path: the system allows 107 for a socket's path, including its own name."""
@@ -37,6 +39,25 @@ RUN_FILES = (
 """File names that rlmesh uses in a run directory; others belong to the directory's owner."""
 
 
+class Hold:
+    """The sign that a process needs a socket folder; it lasts until `release` or the end of the process.
+
+    `running_jobs` removes a folder that nobody holds: its maker was killed before a guardian began.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._fd = ownership.hold_folder(str(folder))
+
+    def __bool__(self) -> bool:
+        return self._fd is not None
+
+    def release(self) -> None:
+        """Give it up; once is enough."""
+        fd, self._fd = self._fd, None
+        if fd is not None:
+            os.close(fd)
+
+
 @dataclass(frozen=True, slots=True)
 class Workspace:
     """The folders of one job. ``run_dir`` stays; ``socket_dir`` (mode 0700) has one folder per node and is removed."""
@@ -44,6 +65,7 @@ class Workspace:
     job_id: str
     run_dir: Path
     socket_dir: Path
+    hold: Hold
     key: bytes
 
     @classmethod
@@ -64,7 +86,7 @@ class Workspace:
         except (OSError, ValueError) as error:  # ValueError: a zero byte
             raise LaunchError(f"the run directory {folder} cannot be made: {error}") from error
         job_id = f"{job_name[:40]}-{secrets.token_hex(4)}"
-        return cls(job_id, folder, _make_socket_dir(), key or make_key())
+        return cls(job_id, folder, *_make_socket_dir(), key or make_key())
 
     @property
     def master_endpoint(self) -> str:
@@ -92,6 +114,7 @@ class Workspace:
     def remove_sockets(self) -> None:
         """Remove the socket folder with all its content."""
         shutil.rmtree(self.socket_dir, ignore_errors=True)
+        self.hold.release()
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +123,7 @@ class NodeFolder:
 
     config: AgentConfig
     folder: Path
+    hold: Hold
 
     @classmethod
     def create(cls, config: AgentConfig) -> NodeFolder:
@@ -108,7 +132,7 @@ class NodeFolder:
         Raises:
             LaunchError: it cannot be made, or the run directory cannot.
         """
-        folder = _make_socket_dir()
+        folder, hold = _make_socket_dir()
         node = folder / f"n{config.node_rank}"
         try:
             private_files.make_folder(node, secret=True)
@@ -119,15 +143,17 @@ class NodeFolder:
             make_run_folder(Path(config.run_dir))
         except OSError as error:
             shutil.rmtree(folder, ignore_errors=True)
+            hold.release()
             raise LaunchError(
                 f"node {config.node_name} cannot make {error.filename}: {error.strerror}. The run directory of a job "
                 "of several nodes must be one that each of them can make: name one by --run-dir"
             ) from None
-        return cls(replace(config, socket_dir=str(node), job_path=str(folder / "job")), folder)
+        return cls(replace(config, socket_dir=str(node), job_path=str(folder / "job")), folder, hold)
 
     def remove(self) -> None:
         """Remove the folder; its guardian removes it too."""
         shutil.rmtree(self.folder, ignore_errors=True)
+        self.hold.release()
 
 
 def socket_bases() -> tuple[str, ...]:
@@ -150,19 +176,31 @@ def _lingers() -> bool:
         return False
 
 
-def _make_socket_dir() -> Path:
+def _make_socket_dir() -> tuple[Path, Hold]:
     tried = []
     for base in socket_bases():
         if len(os.fsencode(base)) + len("/rlm-12345678") > SOCKET_PATH_LIMIT:
             continue
         try:
-            return Path(tempfile.mkdtemp(prefix="rlm-", dir=base))
+            return _held_folder(base)
         except OSError as error:
             tried.append(f"{base}: {error.strerror}")
     raise LaunchError(
         "no folder for the job's sockets could be made: set TMPDIR to a writable folder with a short path "
         f"({'; '.join(tried) or 'the paths of XDG_RUNTIME_DIR and TMPDIR are too long'})"
     )
+
+
+def _held_folder(base: str) -> tuple[Path, Hold]:
+    for _ in range(MADE_AGAIN):
+        folder = Path(tempfile.mkdtemp(prefix="rlm-", dir=base))
+        hold = Hold(folder)
+        if hold and folder.exists():
+            return folder, hold
+        hold.release()  # it was removed, or is being removed, since nobody held it yet
+        shutil.rmtree(folder, ignore_errors=True)
+    folder = Path(tempfile.mkdtemp(prefix="rlm-", dir=base))
+    return folder, Hold(folder)  # a file system without locks, where nobody can hold it, nor remove it as not held
 
 
 def _write_about(

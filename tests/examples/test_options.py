@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 from job_settings import Limits, SettingsParser, setting, settings_of
-from ppo.config import PPOConfig
-from ppo.main import parse_args
+from ppo.main import args_2_omega_conf, parse_args, submit
 from smollm.config import GRPOConfig
 
+from rlmesh.errors import UsageError
 from tests.examples.conftest import EXAMPLES
 from tests.own_time import HANG_S
 
@@ -31,17 +31,13 @@ def refused(capsys: pytest.CaptureFixture[str], *options: str) -> list[str]:
 
 def test_all_faults_are_told_in_one_message(capsys: pytest.CaptureFixture[str]) -> None:
     assert refused(
-        capsys, "--steps", "-3", "--batch_size", "0", "--sede", "4", "--actor_lr", "-1e-5", "--temperature=nan",
-        "--actor_engine", "zero4", "--micro_batch_size", "x", "word", "--gamma=2", "--rollout_num_engines", "0",
+        capsys, "--steps", "-3", "--sede", "4", "--init_kl_coef", "-1e-5", "--actor_num_nodes", "x", "word",
+        "--vllm_num_engines", "0",
     ) == [
         "--steps -3: it is at least 1",
-        "--batch_size 0: it is at least 1",
-        "--actor_lr -1e-5: it is above 0",
-        "--temperature nan: it is a finite number",
-        "--actor_engine zero4: it is one of fsdp2, ddp, zero1, zero2, zero3. Did you mean zero3?",
-        "--micro_batch_size x: it is a whole number",
-        "--gamma 2: it is at most 1",
-        "--rollout_num_engines 0: it is at least 1",
+        "--init_kl_coef -1e-5: it is at least 0",
+        "--actor_num_nodes x: it is a whole number",
+        "--vllm_num_engines 0: it is at least 1",
         "--sede: there is no such option. Did you mean --seed?",
         "word: there are options only, no words beside them",
     ]  # fmt: skip
@@ -50,11 +46,8 @@ def test_all_faults_are_told_in_one_message(capsys: pytest.CaptureFixture[str]) 
 @pytest.mark.parametrize(("options", "told"), [
     (("--step", "3"), "--step: there is no such option. Did you mean --steps?"),
     (("--steps",), "argument --steps: expected one argument"),
-    (("--batch_size", "99999"), "--batch_size 99999: it is at most 32512"),
-    (("--batch_size", "3"), "--batch_size 3: 2 ranks of the actor with 2 minibatches each need at least 4 prompts"),
     (("--steps", "1.5"), "--steps 1.5: it is a whole number"),
-    (("--clip", "-inf"), "--clip -inf: it is a finite number"),
-    (("--warmup_accuracy", "1.01"), "--warmup_accuracy 1.01: it is at most 1"),
+    (("--init_kl_coef", "-inf"), "--init_kl_coef -inf: it is a finite number"),
     (("--device_per_node", "-1"), "--device_per_node -1: it is at least 1"),
 ])  # fmt: skip
 def test_one_wrong_option_is_told_alone(
@@ -64,14 +57,25 @@ def test_one_wrong_option_is_told_alone(
 
 
 def test_right_options_are_taken() -> None:
-    config = settings_of(
-        parse_args(["--steps", "8", "--entropy_coef", "-1e-3", "--warmup_accuracy=0", "--activation_checkpointing"]),
-        PPOConfig,
-    )
-    assert config == PPOConfig(steps=8, entropy_coef=-1e-3, warmup_accuracy=0.0, activation_checkpointing=True)
+    options = ["--steps", "8", "--pretrain", "m", "--set", "actor.lr=-1e-3", "--set", "algorithm.entropy=0.5"]
+    config = args_2_omega_conf(parse_args(options))
+    assert (config.steps, config.actor.lr, config.algorithm.entropy) == (8, -1e-3, 0.5)
+    assert config.model == str(Path("m").absolute()) and config.actor.ranks == 2
 
 
-@pytest.mark.parametrize("kind", [PPOConfig, GRPOConfig])
+def test_all_wrong_settings_are_told_in_one_message() -> None:
+    settings = ("steps=x", "actor.lr=-1e-5", "actor.lrr=1", "train=zero4", "rollout.temperature=nan", "batch_size=1")
+    with pytest.raises(UsageError) as caught:
+        submit(parse_args([word for setting in settings for word in ("--set", setting)]))
+    for fault in (
+        "steps='x' must be a whole number", "actor.lr=-1e-05 must be ≥ 0", "did you mean actor.lr?",
+        "train='zero4' must be one of", "rollout.temperature='nan' must be a number",
+        "critic.minibatches=2 must be ≤ batch_size=1",
+    ):  # fmt: skip
+        assert fault in str(caught.value), fault
+
+
+@pytest.mark.parametrize("kind", [GRPOConfig])
 def test_defaults_are_right_and_numbers_have_limits(kind: type[Any]) -> None:
     parser = SettingsParser(prog="x")
     parser.add_settings(parser, kind)
@@ -98,7 +102,7 @@ def test_a_parser_can_be_used_again(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize(("script", "options"), [
-    ("ppo/main.py", ["--steps", "-3", "--batch_size", "0"]),
+    ("ppo/main.py", ["--steps", "-3", "--seed", "-1"]),
     ("smollm/main.py", ["--steps", "-3", "--samples", "0"]),
     ("embedding/job.py", ["--steps", "-3"]),
 ])  # fmt: skip

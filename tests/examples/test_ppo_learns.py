@@ -2,32 +2,33 @@
 
 from __future__ import annotations
 
-import json
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
-from tests.examples.ppo_runs import check_run_directory, launch
+from tests.examples.ppo_runs import SMALL, check_run_directory, ends_of, launch, sets
 
 
-def test_two_steps_of_a_small_batch_from_start_to_end(tmp_path: Path) -> None:
-    options = ["--steps", "2", "--batch_size", "33", "--warmup_accuracy", "0", "--micro_batch_size", "10"]
-    output, run_dir, summary = launch(tmp_path, "--job_name", "small", *options, timeout=110)
-    assert json.dumps(summary) in output
-    check_run_directory(run_dir, summary)
+def test_two_steps_of_a_small_batch_from_start_to_end(tiny: Path, tmp_path: Path) -> None:
+    output, run_dir, curve = launch(tmp_path, "--pretrain", str(tiny), "--steps", "2", *SMALL, timeout=110)
+    check_run_directory(run_dir, curve, 2)
+    for name in ("reward_mean", "val/reward_mean", "kl", "steps_lost", "log_prob_gap", "step_time_s"):
+        assert f"{name} " in output, "the view shows what matters most"
+    assert [metrics["reward/exact_match/failed"] for metrics in curve[1:]] == [0, 0]
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.soak)])
 def test_reward_and_heldout_accuracy_rise(seed: int, tmp_path: Path) -> None:
-    output, run_dir, summary = launch(tmp_path, "--job_name", "learns", "--seed", str(seed), timeout=540)
-    assert json.dumps(summary) in output
-    assert summary["seed"] == seed
-    assert summary["reward_first"] <= 0.6 and summary["heldout_first"] <= 0.6, summary
-    assert summary["reward_last"] >= 0.9 and summary["heldout_last"] >= 0.9, summary
-    check_run_directory(run_dir, summary)
+    """With the folder of model and data that the command makes by default."""
+    _, run_dir, curve = launch(tmp_path, "--job_name", "learns", "--seed", str(seed), timeout=540)
+    assert (tmp_path / "runs" / f"tiny-{seed}" / "train.jsonl").exists()
+    ends = ends_of(curve)
+    assert ends["reward_first"] <= 0.6 and ends["heldout_first"] <= 0.6, ends
+    assert ends["reward_last"] >= 0.9 and ends["heldout_last"] >= 0.9, ends
+    check_run_directory(run_dir, curve, 150)
 
 
 @pytest.mark.slow
@@ -35,8 +36,9 @@ def test_reward_and_heldout_accuracy_rise(seed: int, tmp_path: Path) -> None:
 @pytest.mark.skipif(
     find_spec("deepspeed") is None, reason="deepspeed is not installed: pip install 'rlmesh[deepspeed]'"
 )
-def test_reward_rises_with_an_actor_of_deepspeed(tmp_path: Path) -> None:
-    options = ["--actor_engine", "zero3", "--activation_checkpointing", "--steps", "30"]
-    _, run_dir, summary = launch(tmp_path, "--job_name", "deepspeed", *options, timeout=540)
-    assert summary["reward_last"] >= summary["reward_first"] + 0.15, summary
-    check_run_directory(run_dir, summary)
+def test_reward_rises_with_deepspeed(tiny: Path, tmp_path: Path) -> None:
+    options = ["--pretrain", str(tiny), "--steps", "30", *sets("train=zero3", "actor.activation_checkpointing=true")]
+    _, run_dir, curve = launch(tmp_path, *options, timeout=540)
+    ends = ends_of(curve)
+    assert ends["reward_last"] >= ends["reward_first"] + 0.15, ends
+    check_run_directory(run_dir, curve, 30)

@@ -85,15 +85,20 @@ class Mesh:
         return answers
 
     def close(self) -> None:
+        """End all members together, as a job does: ranks of a process group leave it together."""
         for process in self.processes.values():
-            assert process.stdin is not None and process.stdout is not None
-            try:
-                process.stdin.close()
+            assert process.stdin is not None
+            process.stdin.close()
+        try:
+            for process in self.processes.values():
                 process.wait(30)
-            finally:
+        finally:
+            for process in self.processes.values():
+                assert process.stdout is not None
                 process.kill()
+                process.wait()
                 process.stdout.close()
-        self.caller.close()
+            self.caller.close()
 
 
 @contextmanager

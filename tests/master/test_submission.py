@@ -14,7 +14,7 @@ from rlmesh.errors import JobSpecError, LaunchError
 from rlmesh.job.description.restart_policy import RestartPolicy
 from rlmesh.master.jobspec import JobSpec, TimeLimits
 from rlmesh.placement.planner import make_plan
-from rlmesh.run_directory.workspace import Workspace
+from rlmesh.run_directory.workspace import Hold, Workspace
 
 
 class Role:
@@ -44,7 +44,9 @@ def ppo(**fields: object) -> DLConfig:
 
 @pytest.fixture
 def space(tmp_path: Path) -> Workspace:
-    return Workspace("j-1", tmp_path / "run", tmp_path / "sockets", b"k" * 32)
+    hold = Hold(tmp_path)
+    hold.release()
+    return Workspace("j-1", tmp_path / "run", tmp_path / "sockets", hold, b"k" * 32)
 
 
 def spec_of(

@@ -78,12 +78,8 @@ def test_a_package_that_is_missing_is_named_with_what_to_install(monkeypatch: py
 
 
 def test_submit_and_launch_refuse_wrong_names(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from rlmesh import RLJobBuilder
-
-    builder = RLJobBuilder().node_num(1).device_per_node(1).device_type("CPU").config({})
-    builder.trainer(tracked_job.Trainer).resource(cpu=1)
     with pytest.raises(UsageError, match="did you mean 'mlflow'"):
-        builder.build().submit("x", run_dir=tmp_path / "run", trackers=["mlflw"])
+        tracked_job.job().submit("x", run_dir=tmp_path / "run", trackers=["mlflw"])
     assert not (tmp_path / "run").exists()
     assert main(["launch", "--tracker", "wanddb", tracked_job.__file__]) == 2
     assert "did you mean 'wandb'" in capsys.readouterr().err
@@ -268,14 +264,17 @@ def test_wandb_has_the_run_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 _READ_WANDB = """
 import json, sys
+from pathlib import Path
 from wandb.proto import wandb_internal_pb2
-from wandb.sdk.internal.datastore import DataStore
 
-store = DataStore()
-store.open_for_scan(sys.argv[1])
-while (data := store.scan_data()) is not None:
+# The log format of LevelDB after a header of 7 bytes: CRC (4), length (2), kind (1), data; the file is below one block.
+content, at = Path(sys.argv[1]).read_bytes(), 7
+assert len(content) < 1 << 15
+while at + 7 <= len(content):
+    size = int.from_bytes(content[at + 4 : at + 6], "little")
     record = wandb_internal_pb2.Record()
-    record.ParseFromString(data)
+    record.ParseFromString(content[at + 7 : at + 7 + size])
+    at += 7 + size
     if record.HasField("run"):
         print(json.dumps({"project": record.run.project, "name": record.run.display_name}))
     if record.HasField("history"):

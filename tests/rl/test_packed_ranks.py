@@ -40,6 +40,7 @@ def alone() -> dict[str, Any]:
     return seen
 
 
+@pytest.mark.case("O23")
 @pytest.mark.parametrize(("kind", "ranks"), KINDS)
 def test_a_packed_step_does_not_depend_on_the_ranks(
     kind: str, ranks: int, alone: dict[str, Any], tmp_path: Path

@@ -9,8 +9,9 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from rlmesh.rl import prefix
 from rlmesh.rl.balance import fill, spread_evenly
-from rlmesh.rl.packing import Pack, pack
+from rlmesh.rl.packing import Pack, Tokens, pack
 from rlmesh.rl.prefix import PrefixLayout, kernel_dtype, packed_attention
+from rlmesh.rl.types import Episode, Turn
 from tests.rl.episodes import Episodes, episodes_of, groups_of_episodes
 
 sizes_drawn = st.lists(st.integers(0, 40), max_size=20)
@@ -161,3 +162,30 @@ def test_no_mask_is_larger_than_a_block_of_queries() -> None:
     )
     assert len(short.batches) == 1 and not short.alone
     assert np.prod(short.batches[0].mask.shape) <= 8 * 90 * 90
+
+
+@given(groups_of_episodes())
+def test_tokens_of_a_batch_are_those_of_each_episode(drawn: Episodes) -> None:
+    tokens = Tokens.of(drawn.episodes)
+    mask, log_probs = tokens.mask, tokens.sampled_log_probs
+    for row, episode in enumerate(drawn.episodes):
+        size = len(episode)
+        assert tokens.lengths[row] == size and tokens.prompts[row] == len(episode.prompt_ids)
+        start = tokens.starts[row]
+        assert np.array_equal(tokens.ids[start : start + size], episode.ids)
+        assert np.array_equal(mask[row, :size], episode.mask) and not mask[row, size:].any()
+        assert np.array_equal(log_probs[row, :size], episode.sampled_log_probs) and not log_probs[row, size:].any()
+
+
+def test_tokens_of_truncated_sampling_have_the_mass_that_was_kept() -> None:
+    log_probs, mass = np.float32([-1, -2]), np.float32([-0.5, 0.0])
+    truncated = Turn(np.int32([4, 5]), "policy", log_probs, mass, ((0, 0, 2),))
+    whole = Turn(np.int32([6]), "policy", np.float32([-3]), None, ((0, 0, 1),))
+    episodes = [Episode((Turn.said([1, 2]), truncated, Turn.said([3]), whole)), Episode((Turn.said([1]), whole))]
+    found = Tokens.of(episodes).sampled_log_probs
+    assert found.tolist() == [[0, 0, -1.5, -2, 0, -3], [0, -3, 0, 0, 0, 0]]
+    assert [episode.sampled_log_probs.tolist() for episode in episodes] == [found[0].tolist(), found[1, :2].tolist()]
+
+
+def test_no_episodes_have_no_tokens() -> None:
+    assert Tokens.of([]).mask.shape == (0, 0)

@@ -291,3 +291,54 @@ def test_a_run_in_one_process_goes_on_from_its_checkpoint(tiny: Path, tmp_path: 
     result = run_job.make(str(tiny), "ppo", "auto").here(run_dir=run_dir)
     found = {step: metrics["reward_mean"] for step, metrics in reported(result.run_dir).items()}
     assert found == pytest.approx(calm("ppo"), abs=1e-6)
+
+
+def ends_at_a(response: str) -> float:
+    """1 if nothing comes after the first "a"."""
+    return float("a" not in response.removesuffix("<end>")[:-1])
+
+
+@pytest.mark.parametrize("cut", [{"top_k": 3}, {"top_p": 0.7}, {"min_p": 0.8}])
+def test_sampling_options_reach_the_engine_and_the_ratios(tiny: Path, tmp_path: Path, cut: dict[str, Any]) -> None:
+    """A trainer that took truncated log-probabilities for those of the whole vocabulary would see a large gap."""
+    rollout = RolloutSettings(max_tokens=6, stop="a", stop_token_ids=[3], **cut)
+    run = small(tiny, rollout=rollout, rewards=[ends_at_a], steps=2, validation=ROWS[:8])
+    steps = reported(run.here(run_dir=tmp_path / "run").run_dir)
+    assert steps[2]["val/reward_mean"] == 1.0
+    for one in (steps[1], steps[2]):
+        assert one["reward_mean"] == 1.0 and one["log_prob_gap"] < 1e-5
+
+
+def test_without_stop_texts_responses_go_on(tiny: Path, tmp_path: Path) -> None:
+    run = small(tiny, rollout=RolloutSettings(max_tokens=6), rewards=[ends_at_a], steps=1)
+    assert reported(run.here(run_dir=tmp_path / "run").run_dir)[1]["reward_mean"] < 1.0
+
+
+def test_sampling_parameters_are_those_of_the_settings() -> None:
+    rollout = RolloutSettings(
+        max_tokens=9, temperature=0.5, top_p=0.9, top_k=4, min_p=0.1, stop=["x", "y"], stop_token_ids=[7]
+    )
+    drawn, greedy = rollout.params(greedy=False, seed=3), rollout.params(greedy=True)
+    assert (drawn.temperature, drawn.top_p, drawn.top_k, drawn.min_p, drawn.seed) == (0.5, 0.9, 4, 0.1, 3)
+    assert (greedy.temperature, greedy.truncates) == (0.0, False)
+    assert all((one.max_tokens, one.stop, one.stop_token_ids) == (9, ("x", "y"), (7,)) for one in (drawn, greedy))
+
+
+@pytest.mark.parametrize(
+    ("option", "said"),
+    [
+        ({"top_p": 0.0}, "rollout.top_p=0.0 must be in (0, 1]"),
+        ({"top_p": 1.5}, "rollout.top_p=1.5 must be in (0, 1]"),
+        ({"top_k": -1}, "rollout.top_k=-1 must be ≥ 0"),
+        ({"min_p": 1.0}, "rollout.min_p=1.0 must be in [0, 1)"),
+        ({"stop": ["x", ""]}, "rollout.stop=['x', ''] must be a text or a list of texts"),
+        ({"stop": 5}, "rollout.stop=5 must be a text or"),
+        ({"stop": [5]}, "rollout.stop=[5] must be a text or a list"),
+        ({"stop_token_ids": [-1]}, "rollout.stop_token_ids=[-1] must be a list of token ids"),
+        ({"stop_token_ids": "</s>"}, "rollout.stop_token_ids='</s>' must be a list of token ids"),
+    ],
+)
+def test_wrong_sampling_options_are_named(option: dict[str, Any], said: str) -> None:
+    with pytest.raises(UsageError) as raised:
+        Run(**settings(rollout=RolloutSettings(**option)))
+    assert said in str(raised.value)

@@ -17,6 +17,7 @@ from rlmesh.rl.roles.defaults import run_settings
 from rlmesh.rl.roles.fused import ActorRollout
 from rlmesh.rl.trainers.progress import Progress, checkpoint_folder, remove_other_checkpoints
 from rlmesh.rl.trainers.run import Run
+from rlmesh.rl.trainers.settings import ActorSettings
 from tests.rl.run_job import is_a
 
 
@@ -28,7 +29,7 @@ def worker(config: Any = None) -> WorkerContext:
 def role(kind: type[Any], optimizer_steps: int, epochs: int = 2) -> Any:
     made = kind()
     made.engine = SimpleNamespace(steps=optimizer_steps)
-    made.settings = SimpleNamespace(epochs=epochs)
+    made.settings = ActorSettings(epochs=epochs)
     return made
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -12,6 +13,7 @@ import pytest
 import torch
 
 from rlmesh.rl.algorithms import GRPO
+from rlmesh.rl.trainers.batches import shares_of
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.append(str(ROOT / "benchmarks"))
@@ -93,7 +95,7 @@ def test_the_log_probs_of_an_update_are_those_before_it() -> None:
     run = post_training_rlmesh.LocalRun(model, shape.samples, shape.response_tokens, settings, token_budget=120)
     batch = record(shape, 1)[0]
     packs, _ = run.trainer.evaluate(post_training_rlmesh.groups_of(batch))
-    (own,) = packs["actor"].by_rank
+    (own,) = packs["actor"][0].by_rank
     before = run.actor.log_probs(own, 0)
     run.step(batch)
     taken = run.actor.first_log_probs()
@@ -101,6 +103,62 @@ def test_the_log_probs_of_an_update_are_those_before_it() -> None:
     for one, two, three in zip(before, taken, after, strict=True):
         assert one == pytest.approx(two, abs=1e-6)
         assert abs(one - three).max() > 1e-3
+
+
+def run_in_minibatches() -> tuple[Any, list[Any]]:
+    """Two batches in two optimizer steps and two epochs each; gives the run and the largest error of the old
+    log-probabilities of each optimizer step, beside those that the actor gives when it is asked before the batch."""
+    settings, shape = equality.CASES["dapo, clip-higher, two epochs"], equality.SHAPE
+    run = post_training_rlmesh.LocalRun(
+        equality.initial_model(), shape.samples, shape.response_tokens, settings, token_budget=120, minibatches=2
+    )
+    errors: list[float] = []
+    engine: Any = run.actor.engine
+    inner = engine.train_step
+    for version, batch in enumerate(record(shape, 2)):
+        parts, _ = run.trainer.evaluate(post_training_rlmesh.groups_of(batch))
+        before = {
+            (int(row), int(place)): float(log_prob)
+            for part in parts["actor"]
+            for one, rows in zip(part.by_rank[0], run.actor.log_probs(part.by_rank[0], version), strict=True)
+            for row, place, log_prob in zip(one.rows, one.places, rows, strict=True)
+        }
+
+        def train_step(given: Any, loss: Any, before: dict[tuple[int, int], float] = before) -> Any:
+            for one, columns in zip(given.packs, given.columns, strict=True):
+                asked = [before[int(row), int(place)] for row, place in zip(one.rows, one.places, strict=True)]
+                errors.append(float((columns.old_log_probs - torch.tensor(asked)).abs().max()))
+            return inner(given, loss)
+
+        engine.train_step = train_step
+        run.step(batch)
+    assert run.actor.version == 2 and engine.steps == 8
+    return run, errors
+
+
+def test_minibatches_measure_ratios_from_the_weights_before_the_first_of_them() -> None:
+    """The first pass over the second minibatch comes after an optimizer step: its log-probabilities are not the old
+    ones, whether the algorithm reads them or not."""
+    run, errors = run_in_minibatches()
+    assert not run.trainer.algorithm.reads_log_probs
+    assert len(errors) >= 8 and max(errors) < 1e-6
+    with mock.patch.object(post_training_rlmesh, "GRPO", ReadingGRPO):
+        reading, _ = run_in_minibatches()
+    assert reading.trainer.algorithm.reads_log_probs
+    ours, theirs = (weights_of(one.actor.engine.plain) for one in (run, reading))
+    assert max(float((ours[name] - theirs[name]).abs().max()) for name in ours) < 1e-6
+
+
+def test_minibatches_without_old_log_probabilities_are_refused() -> None:
+    settings, shape = equality.CASES["grpo"], equality.SHAPE
+    run = post_training_rlmesh.LocalRun(
+        equality.initial_model(), shape.samples, shape.response_tokens, settings, token_budget=120, minibatches=2
+    )
+    packs, batch = run.trainer.evaluate(post_training_rlmesh.groups_of(record(shape, 1)[0]))
+    weights = run.trainer.algorithm.weigh(batch)
+    given = [shares_of(one, replace(batch, log_probs=None), weights, minibatches=2)[0] for one in packs["actor"]]
+    with pytest.raises(ValueError, match="several optimizer steps in a pass need the old log-probabilities"):
+        run.actor.update(given, 0)
 
 
 @pytest.mark.slow

@@ -199,7 +199,7 @@ def test_megatron_groups_say_what_is_missing(folder: Path) -> None:
     ("changes", "said"),
     [
         ({"critic.strategy": "ddp"}, "critic.strategy='ddp' must be"),
-        ({"actor_rollout_ref.actor.ppo_mini_batch_size": 8}, "one optimizer step per epoch"),
+        ({"actor_rollout_ref.actor.ppo_mini_batch_size": 9}, "ppo_mini_batch_size=9 must divide"),
         ({"data.train_files": "null"}, "data.train_files is missing"),
         ({"trainer.total_training_steps": "null"}, "trainer.total_training_steps is missing"),
         ({"actor_rollout_ref.rollout.name": "sglang"}, "rollout.name='sglang'"),

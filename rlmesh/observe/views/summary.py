@@ -11,7 +11,7 @@ from rlmesh.observe.views.progress import JobProgress
 
 __all__ = ["closing_lines", "failure_line", "format_value", "headline_metrics"]
 
-_HEADLINES = ("reward_mean", "heldout_accuracy", "kl")
+_HEADLINES = ("reward_mean", "val/reward_mean", "heldout_accuracy", "kl", "steps_lost", "log_prob_gap")
 _SHOWN_METRICS = 6
 MOST_COUNT = 1_000_000_000
 """Larger numbers take more room than a view has."""
@@ -24,7 +24,7 @@ def headline_metrics(progress: JobProgress) -> list[tuple[str, float]]:
         return []
     names = [name for name in _HEADLINES if progress.values(name)]
     others = [name for name in latest.metrics if name not in (*_HEADLINES, "step_time_s", "total_steps")]
-    names += others[: _SHOWN_METRICS - len(names)]
+    names += others[: max(0, _SHOWN_METRICS - len(names))]
     if progress.values("step_time_s"):
         names.append("step_time_s")
     return [(name, values[-1]) for name in names if (values := progress.values(name))]

@@ -191,7 +191,8 @@ class Algorithm:
     @property
     def reads_log_probs(self) -> bool:
         """True if `weigh` reads the trainer's log-probabilities, which takes a forward pass before the step. Otherwise
-        the first forward pass of the step gives those that the ratio is measured from."""
+        the first forward pass of the step gives those that the ratio is measured from, unless the step has several
+        minibatches: the log-probabilities of all of them are those before the first optimizer step."""
         return True
 
     @property

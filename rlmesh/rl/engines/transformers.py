@@ -18,7 +18,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -40,12 +40,32 @@ CLOSE_S = 60.0
 """Seconds that `TransformersEngine.close` waits for the thread that samples."""
 
 
+class _GivenUp:
+    """True while requests were given up that the engine has not dropped yet."""
+
+    def __init__(self) -> None:
+        self.some = False
+
+
+class _SampleFuture(Future[Sample]):
+    """A response to come, which says when it is given up: asking each of many futures at each token takes long."""
+
+    def __init__(self, given_up: _GivenUp) -> None:
+        super().__init__()
+        self._given_up = given_up
+
+    def cancel(self) -> bool:
+        cancelled = super().cancel()
+        self._given_up.some |= cancelled
+        return cancelled
+
+
 @dataclass(eq=False)
 class _PendingSample:
     """A response that somebody waits for."""
 
     growing: Growing
-    future: Future[Sample] = field(default_factory=Future)
+    future: Future[Sample]
 
     def finish(self) -> None:
         if self.future.set_running_or_notify_cancel():
@@ -100,6 +120,7 @@ class TransformersEngine:
         self._asleep: SleepLevel | None = None
         self._closed = False
         self._tokens, self._busy_s = 0, 0.0
+        self._given_up = _GivenUp()
         self._batch = ContinuousBatch(self.model, stop_token_ids=stops, pad=pad_token_id, most_rows=max_batch)
         self._state = threading.Condition()
         """Guards the fields below; notified when a request ends or may be let in."""
@@ -147,7 +168,10 @@ class TransformersEngine:
         params = checked_params(params, can_decode=self._decode is not None)
         if not prompts:
             return []
-        requests = [_PendingSample(Growing(prompt, params, row, self._decode)) for row, prompt in enumerate(prompts)]
+        requests = [
+            _PendingSample(Growing(prompt, params, row, self._decode), _SampleFuture(self._given_up))
+            for row, prompt in enumerate(prompts)
+        ]
         deadline = self._clock() + timeout_s
         with self._state:
             if not self._state.wait_for(lambda: not self._draining, timeout_s):
@@ -190,9 +214,11 @@ class TransformersEngine:
     def _has_work(self) -> bool:
         """Drop requests that were given up, and end those that are to end. False if none is left: the thread ends."""
         with self._state:
-            for request in [request for request in self._running.values() if request.future.cancelled()]:
-                self._take_out(request)
-            self._queue = deque(request for request in self._queue if not request.future.cancelled())
+            if self._given_up.some:
+                self._given_up.some = False
+                for request in [request for request in self._running.values() if request.future.cancelled()]:
+                    self._take_out(request)
+                self._queue = deque(request for request in self._queue if not request.future.cancelled())
             if self._ending:
                 self._end_all()
             elif self._closed:

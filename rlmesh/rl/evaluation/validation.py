@@ -46,10 +46,11 @@ class Validation:
         run, prompts = trainer.settings, trainer.validation_prompts
         if prompts is None:
             return {}
-        count = run.evaluation.samples
+        count, temperature = run.evaluation.samples, run.evaluation.temperature_of(run.rollout.temperature)
         episodes = trainer.generate(
             [prompt.ids.tolist() for prompt in prompts for _ in range(count)],
-            run.evaluation.temperature_of(run.rollout.temperature),
+            greedy=temperature == 0,
+            temperature=temperature,
             seed=run.seed,
         )
         if mixed := {version for one in episodes if (version := one.policy_version) not in (step, None)}:

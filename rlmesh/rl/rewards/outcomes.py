@@ -77,6 +77,10 @@ def combine(outcomes: Mapping[str, Outcome], weights: Mapping[str, float]) -> Ou
     Returns:
         ``Σ weight · score``; the metrics of all, each under ``name/metric``; the answer that the first of them found.
     """
+    if len(outcomes) == 1:
+        ((name, only),) = outcomes.items()
+        if isinstance(only, Score) and not only.metrics and weights[name] == 1:
+            return only
     failed = [f"{name}: {outcome.reason}" for name, outcome in outcomes.items() if isinstance(outcome, Failed)]
     if failed:
         return Failed("; ".join(failed))

@@ -68,6 +68,7 @@ class Rewards:
                 else "no reward given"
             )
         self.rewards = {reward.name: reward for reward in rewards}
+        self._weights = {reward.name: reward.weight for reward in rewards}
         self.tokenizer, self.examine, self._group = tokenizer, examine, group
         self._pools: dict[float, ScoringPool] = {}
         self._workers, self._memory_bytes = workers, memory_bytes
@@ -132,7 +133,7 @@ class Rewards:
 
     def total(self, episode: Episode) -> Outcome:
         """The weighted sum of an episode's rewards."""
-        return combine(episode.outcomes, {name: reward.weight for name, reward in self.rewards.items()})
+        return combine(episode.outcomes, self._weights)
 
     def metrics(self, groups: Sequence[Group]) -> dict[str, float]:
         """Numbers for the report: per reward, and over their sum."""

@@ -57,19 +57,23 @@ class ActorRole(TrainedRole, SendsWeights):
             return [terms.log_probs.float().cpu().numpy() for terms in found]
 
     @rpc
-    def update(self, share: Share, version: int) -> dict[str, float]:
-        """Make one optimizer step per epoch on this rank's share of a batch, beginning with the weights of ``version``.
+    def update(self, shares: Sequence[Share], version: int) -> dict[str, float]:
+        """Make the optimizer steps on this rank's shares of a batch, beginning with the weights of ``version``.
 
         Returns:
             means over the tokens of the whole batch, and norms; the same on every rank.
 
         Raises:
             SourceRestarted: the weights are not those of ``version``.
+            ValueError: there are several shares in a pass, and one is without the log-probabilities of old weights,
+                which no weights after the first optimizer step can give.
         """
         self.require(version)
+        if len(shares) > 1 and any(each.old_log_probs is None for share in shares for each in share.columns):
+            raise ValueError("several optimizer steps in a pass need the old log-probabilities of the whole batch")
         self._first_log_probs: list[Tensor] = []
         with self.turns.turn(TRAINING):
-            reports = self.train(share, partial(self._recorded_loss, share))
+            reports = self.train(shares, partial(self._recorded_loss, shares[0]))
             if self.host_copy is not None:
                 self.host_copy.take()
         metrics = dict(common_metrics(reports))
@@ -77,7 +81,7 @@ class ActorRole(TrainedRole, SendsWeights):
             **{label: mean_of(reports, name) for name, label in MEANS.items() if name in reports[-1].statistics},
             "policy_loss": metrics.pop("loss"),
             **metrics,
-            "trained_tokens": max(reports[-1].statistics.get("tokens", 0.0), 1.0),
+            "trained_tokens": sum(report.statistics.get("tokens", 0.0) for report in reports) / self.settings.epochs,
         }
 
     @rpc
@@ -88,9 +92,10 @@ class ActorRole(TrainedRole, SendsWeights):
 
     def next_share(self, share: Share) -> Share:
         # The ratio of all epochs is measured from the weights before the first one.
+        if all(each.old_log_probs is not None for each in share.columns):
+            return share
         columns = tuple(
-            each if each.old_log_probs is not None else replace(each, old_log_probs=own)
-            for each, own in zip(share.columns, self._first_log_probs, strict=True)
+            replace(each, old_log_probs=own) for each, own in zip(share.columns, self._first_log_probs, strict=True)
         )
         return replace(share, columns=columns)
 

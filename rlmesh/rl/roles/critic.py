@@ -45,8 +45,8 @@ class CriticRole(TrainedRole):
             return [values.float().cpu().numpy() for values in self.engine.packed_values(packs)]
 
     @rpc
-    def update(self, share: Share, version: int) -> dict[str, float]:
-        """Make one optimizer step per epoch on this rank's share of a batch, beginning with the weights of ``version``.
+    def update(self, shares: Sequence[Share], version: int) -> dict[str, float]:
+        """Make the optimizer steps on this rank's shares of a batch, beginning with the weights of ``version``.
 
         Returns:
             means over the tokens of the whole batch, and norms; the same on every rank.
@@ -56,7 +56,7 @@ class CriticRole(TrainedRole):
         """
         self.require(version)
         with self.turns.turn(TRAINING):
-            reports = self.train(share, partial(self.loss, tokens=share.tokens))
+            reports = self.train(shares, partial(self.loss, tokens=shares[0].tokens))
         return {
             **{f"critic/{name}": value for name, value in common_metrics(reports).items()},
             "critic/clip_fraction": mean_of(reports, "clipped"),

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from rlmesh import ReceivesWeights, current_worker, rpc
 from rlmesh.rl.engines.rollout import RolloutEngine, Sample, SamplingParams
-from rlmesh.rl.roles.defaults import choose_device, run_settings
+from rlmesh.rl.roles.defaults import choose_device, keep_objects, run_settings
 from rlmesh.rl.roles.turns import TakesTurns
 
 if TYPE_CHECKING:
@@ -35,6 +35,7 @@ class RolloutRole(TakesTurns, ReceivesWeights):
             # Level 2 drops the weights: after every sleep a push brings new ones before the next sample.
             self.turns.add(ROLLOUT, wake=self.engine.wake, sleep=lambda: self.engine.sleep(2))
         self.receive_weights(self.engine.sink)
+        keep_objects()
 
     def teardown(self) -> None:
         self.close_weights()

@@ -18,7 +18,7 @@ from rlmesh.rl.components import Columns
 from rlmesh.rl.engines.training.packed import PackedBatch
 from rlmesh.rl.engines.training.protocol import StepReport, TrainingEngine, TrainingOptions
 from rlmesh.rl.packing import Pack
-from rlmesh.rl.roles.defaults import choose_device, run_settings
+from rlmesh.rl.roles.defaults import choose_device, keep_objects, run_settings
 from rlmesh.rl.roles.turns import TakesTurns
 from rlmesh.rl.trainers.progress import Progress, checkpoint_folder
 from rlmesh.rl.trainers.settings import ActorSettings
@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 __all__ = ["Share", "TrainedRole", "make_engine"]
 
 TRAINING = "training"
+GATHERED_WHOLE_BYTES = 16 << 20
+"""FSDP2 gathers a smaller model as a whole: gathering it layer by layer saves no memory worth the time."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -39,8 +41,8 @@ class Share:
         packs: of this rank; may be none.
         columns: of each pack, on the CPU.
         empty: the columns of a pack without targets, for a pass of a rank that has fewer packs than others.
-        normalisers: of the whole batch, over all ranks.
-        tokens: number of tokens of the whole batch that have a weight in the policy component.
+        normalisers: of the whole batch, over all ranks, divided by the optimizer steps of a pass over the batch.
+        tokens: number of tokens of the whole batch that have a weight in the policy component, divided in the same way.
     """
 
     packs: tuple[Pack, ...]
@@ -68,6 +70,7 @@ class TrainedRole(TakesTurns):
         with self.turns.lease():
             self.make_parts()
             self.restore(Progress.read(self.run_dir).saved)
+        keep_objects()
 
     def teardown(self) -> None:
         self.engine.close()
@@ -76,22 +79,27 @@ class TrainedRole(TakesTurns):
 
     def make_parts(self) -> None:
         """Make the engines and models that use the device, and add each to ``self.turns``."""
-        self.engine = make_engine(self.run_settings.train, self.make_model(), self.settings)
+        self.engine = self.make_engine()
         self.turns.add(TRAINING, wake=lambda: self.engine.reload(), sleep=lambda: self.engine.offload())
+
+    def make_engine(self) -> TrainingEngine:
+        """An engine for a new model, as the settings of the run name it."""
+        return make_engine(self.run_settings.train, self.make_model(), self.settings, self.run_settings.steps)
 
     def make_model(self) -> nn.Module:
         """The model to train, in float32, on this rank's device."""
         raise TypeError(f"{type(self).__name__} defines no make_model()")
 
-    def train(self, share: Share, loss: Any) -> list[StepReport]:
-        """Make one optimizer step per epoch on this rank's share of a batch."""
+    def train(self, shares: Sequence[Share], loss: Any) -> list[StepReport]:
+        """Make an optimizer step on each of this rank's shares of a batch, in each epoch."""
         reports = []
-        for _ in range(self.settings.epochs):
-            columns = [_on(self.device, each) for each in share.columns]
-            batch = PackedBatch(share.packs, columns, _on(self.device, share.empty), self.device)
-            reports.append(self.engine.train_step(batch, loss))
-            if len(reports) < self.settings.epochs:
-                share = self.next_share(share)
+        for epoch in range(self.settings.epochs):
+            if epoch:
+                shares = [*map(self.next_share, shares)]
+            for share in shares:
+                columns = [_on(self.device, each) for each in share.columns]
+                batch = PackedBatch(share.packs, columns, _on(self.device, share.empty), self.device)
+                reports.append(self.engine.train_step(batch, loss))
         return reports
 
     def next_share(self, share: Share) -> Share:
@@ -108,7 +116,7 @@ class TrainedRole(TakesTurns):
     @property
     def version(self) -> int:
         """The number of steps of the run that these weights have seen."""
-        return self.engine.steps // self.settings.epochs
+        return self.engine.steps // self.settings.updates
 
     def require(self, version: int) -> None:
         """Refuse to go on unless the weights are those of ``version``: a role that has restarted has lost steps.
@@ -136,14 +144,14 @@ class TrainedRole(TakesTurns):
         Raises:
             UsageError: the step has no checkpoint.
         """
-        if self.version == step and self.engine.steps % self.settings.epochs == 0:
+        if self.version == step and self.engine.steps % self.settings.updates == 0:
             return
         with self.turns.turn(TRAINING):
             if step:
                 self.engine.load(checkpoint_folder(self.run_dir, step) / self.section)
             else:
                 self.engine.close()
-                self.engine = make_engine(self.run_settings.train, self.make_model(), self.settings)
+                self.engine = self.make_engine()
 
     @rpc
     def save(self, version: int) -> None:
@@ -153,16 +161,21 @@ class TrainedRole(TakesTurns):
             self.engine.save(checkpoint_folder(self.run_dir, self.version) / self.section).result()
 
 
-def make_engine(kind: str, model: nn.Module, settings: ActorSettings) -> TrainingEngine:
+def make_engine(kind: str, model: nn.Module, settings: ActorSettings, steps: int) -> TrainingEngine:
     """A training engine by its name.
+
+    Args:
+        kind: the name.
+        model: to train.
+        settings: of the role.
+        steps: of the run, over which the learning rate falls.
 
     Raises:
         UsageError: there is no engine of this name.
     """
-    warmup = settings.warmup_steps * settings.epochs
     options = TrainingOptions(
         lr=settings.lr,
-        schedule=(lambda steps: min(1.0, (steps + 1) / warmup)) if warmup else None,
+        schedule=lambda updates: settings.lr_share(updates, steps),
         weight_decay=settings.weight_decay,
         max_grad_norm=settings.max_grad_norm,
         activation_checkpointing=settings.activation_checkpointing,
@@ -176,7 +189,8 @@ def make_engine(kind: str, model: nn.Module, settings: ActorSettings) -> Trainin
     if kind == "fsdp2":
         from rlmesh.rl.engines.training.fsdp2 import FSDP2Engine
 
-        return FSDP2Engine(model, options)
+        size = sum(parameter.nbytes for parameter in model.parameters())
+        return FSDP2Engine(model, options, layers=[] if size < GATHERED_WHOLE_BYTES else None)
     if kind in ("zero1", "zero2", "zero3"):
         from rlmesh.rl.engines.training.zero import DeepSpeedEngine
 
@@ -185,13 +199,13 @@ def make_engine(kind: str, model: nn.Module, settings: ActorSettings) -> Trainin
 
 
 def mean_of(reports: Sequence[StepReport], name: str) -> float:
-    """The mean of a statistic over the tokens that the loss counted (its statistic ``tokens``), and over epochs."""
-    tokens = max(reports[-1].statistics.get("tokens", 0.0), 1.0)
-    return sum(report.statistics[name] for report in reports) / len(reports) / tokens
+    """The mean of a statistic over the tokens that the losses of all optimizer steps counted (statistic ``tokens``)."""
+    tokens = sum(report.statistics.get("tokens", 0.0) for report in reports)
+    return sum(report.statistics[name] for report in reports) / max(tokens, 1.0)
 
 
 def common_metrics(reports: Sequence[StepReport]) -> Mapping[str, float]:
-    """Loss and norm, each a mean over epochs, and the last learning rate."""
+    """Loss and norm, each a mean over optimizer steps, and the last learning rate."""
     return {
         "loss": sum(report.loss for report in reports) / len(reports),
         "grad_norm": sum(report.grad_norm for report in reports) / len(reports),

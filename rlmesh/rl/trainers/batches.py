@@ -3,19 +3,48 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import torch
 
-from rlmesh.rl.algorithms.protocol import Evaluated, TokenWeights
+from rlmesh.rl.algorithms.protocol import Evaluated, Normalisers, TokenWeights
 from rlmesh.rl.components import Columns
 from rlmesh.rl.engines.training.packed import EMPTY
-from rlmesh.rl.packing import Packs
+from rlmesh.rl.packing import Packs, pack
 from rlmesh.rl.roles.trained import Share
-from rlmesh.rl.types import Group, Outcome, Score
+from rlmesh.rl.types import Episode, Group, Outcome, Score
 
-__all__ = ["advantages_of", "lengths_of", "matrix_of", "shares_of", "value_metrics", "values_of"]
+__all__ = ["advantages_of", "joined", "lengths_of", "matrix_of", "packs_of", "shares_of", "value_metrics", "values_of"]
+
+
+def packs_of(
+    episodes: Sequence[Episode], groups: Sequence[int], *, minibatches: int, token_budget: int, ranks: int
+) -> list[Packs]:
+    """The packs of each optimizer step of a pass over a batch.
+
+    Args:
+        episodes: of the batch; those of a group follow each other.
+        groups: ``[episodes]``, the number of each one's group, from 0 on.
+        minibatches: the number of optimizer steps, among which the groups are divided in their order.
+        token_budget, ranks: see :func:`rlmesh.rl.packing.pack`.
+    """
+    count = max(groups, default=-1) + 1
+    edges = np.searchsorted(groups, [count * number // minibatches for number in range(minibatches + 1)])
+    found = []
+    for start, end in pairwise(edges.tolist()):
+        own = pack(episodes[start:end], groups=groups[start:end], token_budget=token_budget, ranks=ranks)
+        moved = (tuple(replace(one, rows=one.rows + start) for one in by_rank) for by_rank in own.by_rank)
+        found.append(replace(own, by_rank=tuple(moved)))
+    return found
+
+
+def joined(parts: Sequence[Packs]) -> Packs:
+    """The packs of several optimizer steps as one."""
+    by_rank = tuple(tuple(one for own in each for one in own) for each in zip(*(p.by_rank for p in parts), strict=True))
+    return Packs(by_rank, sum(part.episode_tokens for part in parts))
 
 
 def matrix_of(mask: torch.Tensor, packs: Packs, rows: Sequence[np.ndarray[Any, Any]]) -> torch.Tensor:
@@ -38,15 +67,24 @@ def values_of(outcomes: Sequence[Outcome]) -> torch.Tensor:
     return torch.tensor([one.value if isinstance(one, Score) else 0.0 for one in outcomes], dtype=torch.float64)
 
 
-def shares_of(packs: Packs, batch: Evaluated, weights: TokenWeights) -> list[Share]:
-    """The share of each rank in an optimizer step on the batch."""
-    tokens = float((weights.policy > 0).sum())
+def shares_of(packs: Packs, batch: Evaluated, weights: TokenWeights, *, minibatches: int = 1) -> list[Share]:
+    """The share of each rank in an optimizer step.
+
+    The losses of a pass's steps, of which each has packs of its own, have the loss of the whole batch as their mean.
+
+    Args:
+        packs: of the step.
+        batch, weights: of the whole batch.
+        minibatches: the number of optimizer steps in a pass.
+    """
+    tokens = float((weights.policy > 0).sum()) / minibatches
+    normalisers = Normalisers(*(divisor / minibatches for divisor in weights.normalisers))
     return [
         Share(
             tuple(own),
             tuple(Columns.of(one, batch, weights, "cpu", torch.float32) for one in own),
             Columns.of(EMPTY, batch, weights, "cpu", torch.float32),
-            weights.normalisers,
+            normalisers,
             tokens,
         )
         for own in packs.by_rank

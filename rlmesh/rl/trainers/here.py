@@ -7,6 +7,7 @@ and one engine.
 
 from __future__ import annotations
 
+import gc
 import json
 import logging
 import time
@@ -77,6 +78,7 @@ def _run_followed(run: Run, run_dir: Path) -> RunResult:
         finally:
             for group in reversed(groups.values()):
                 group.invoke("teardown")
+            gc.unfreeze()  # what the roles made may be garbage now
     return result_of(run_dir)
 
 

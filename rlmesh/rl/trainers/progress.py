@@ -24,10 +24,12 @@ class Progress:
     Attributes:
         step: the last step whose results were reported.
         saved: the last step whose checkpoint is complete; 0: none is.
+        lost: the number of reported steps that restarts have undone.
     """
 
     step: int = 0
     saved: int = 0
+    lost: int = 0
 
     @classmethod
     def read(cls, run_dir: Path) -> Progress:

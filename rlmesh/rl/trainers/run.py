@@ -33,6 +33,7 @@ from rlmesh.rl.trainers.settings import (
     Placement,
     RolloutSettings,
     apply_overrides,
+    checked,
     wrong_types,
 )
 
@@ -191,6 +192,10 @@ class Run:
             from rlmesh import Trackers
 
             yield from (f"trackers: {fault}" for fault in Trackers.faults(self.trackers))
+        for name in ("actor", "critic"):
+            count, size = getattr(getattr(self, name), "minibatches", 1), getattr(self, "batch_size", 1)
+            if checked(count, int) and checked(size, int) and count > size >= 1:
+                yield f"{name}.minibatches={count} must be ≤ batch_size={self.batch_size}"
         if not self.rewards:
             yield "rewards: give at least one reward"
         if self.pipeline not in PIPELINES:

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import types
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from importlib.util import find_spec
-from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from rlmesh.errors import UsageError
 from rlmesh.rl.engines.lora import LoraOptions
 from rlmesh.rl.trainers.other_names import ELSEWHERE
+
+if TYPE_CHECKING:
+    from rlmesh.rl.engines.rollout import SamplingParams
 
 __all__ = [
     "ActorSettings",
@@ -75,9 +79,11 @@ class ActorSettings:
         ranks: processes that train it together.
         lr: peak learning rate of AdamW.
         warmup_steps: steps over which the learning rate rises from 0.
+        final_lr: the share of ``lr`` that is left at the last step; the rate falls linearly to it.
         weight_decay: of AdamW; norms and biases do not decay.
         max_grad_norm: the gradient is scaled down to at most this norm; 0: never.
         epochs: passes over each batch.
+        minibatches: optimizer steps of a pass, each on an equal share of the prompts.
         token_budget: the most tokens of one forward and backward pass on a rank.
         activation_checkpointing: recompute activations in the backward pass.
         precision: of forward and backward passes.
@@ -88,9 +94,11 @@ class ActorSettings:
     ranks: int = 1
     lr: float = 1e-6
     warmup_steps: int = 0
+    final_lr: float = 1.0
     weight_decay: float = 0.0
     max_grad_norm: float = 1.0
     epochs: int = 1
+    minibatches: int = 1
     token_budget: int = 8192
     activation_checkpointing: bool = False
     precision: Precision = "float32"
@@ -99,13 +107,31 @@ class ActorSettings:
 
     def faults(self) -> Iterator[str]:
         """One sentence per fault."""
-        for name in ("ranks", "epochs", "token_budget"):
+        for name in ("ranks", "epochs", "minibatches", "token_budget"):
             if getattr(self, name) < 1:
                 yield f"{name}={getattr(self, name)} must be ≥ 1"
         for name in ("lr", "warmup_steps", "weight_decay", "max_grad_norm", "threads"):
             if getattr(self, name) < 0:
                 yield f"{name}={getattr(self, name)} must be ≥ 0"
+        if not 0 <= self.final_lr <= 1:
+            yield f"final_lr={self.final_lr} must be in [0, 1]: a share of lr"
         yield from (f"lora.{fault}" for fault in self.lora.faults())
+
+    @property
+    def updates(self) -> int:
+        """The number of optimizer steps in a step of the run."""
+        return self.epochs * self.minibatches
+
+    def lr_share(self, update: int, steps: int) -> float:
+        """The learning rate as a share of ``lr``: linear warm-up and linear decay, whichever is lower.
+
+        Args:
+            update: finished optimizer steps.
+            steps: of the whole run.
+        """
+        up = (update + 1) / (self.warmup_steps * self.updates) if self.warmup_steps else 1.0
+        down = 1 - (1 - self.final_lr) * min(update / (steps * self.updates), 1.0)
+        return min(up, down)
 
 
 @dataclass(frozen=True)
@@ -136,6 +162,12 @@ class RolloutSettings:
         engines: members of the role; each holds a whole model.
         max_tokens: the most tokens of a response.
         temperature: of sampling, > 0; training computes log-probabilities at the same temperature.
+        top_p: in training, only the likeliest tokens that together have this probability are sampled, in (0, 1].
+        top_k: in training, only the k likeliest tokens are sampled; 0: all.
+        min_p: in training, only tokens with at least this share of the likeliest token's probability are sampled, in
+            [0, 1). Samples carry the probability of all tokens that are kept, so that ratios are of whole vocabularies.
+        stop: texts that end a response, also in validation; the response ends with the token that completes one.
+        stop_token_ids: tokens that end a response, also in validation, besides the model's own end token.
         threads: of each engine's CPU work; 0: torch's default.
         options: further keyword arguments of the engine.
     """
@@ -144,6 +176,11 @@ class RolloutSettings:
     engines: int = 1
     max_tokens: int = 256
     temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    stop: str | Sequence[str] = ()
+    stop_token_ids: Sequence[int] = ()
     threads: int = 1
     options: Mapping[str, Any] = field(default_factory=dict)
 
@@ -154,8 +191,40 @@ class RolloutSettings:
                 yield f"{name}={getattr(self, name)} must be ≥ 1"
         if self.temperature <= 0:
             yield f"temperature={self.temperature} must be > 0: a policy is trained on what it samples"
+        if not 0 < self.top_p <= 1:
+            yield f"top_p={self.top_p} must be in (0, 1]; 1: all tokens"
+        if self.top_k < 0:
+            yield f"top_k={self.top_k} must be ≥ 0; 0: all tokens"
+        if not 0 <= self.min_p < 1:
+            yield f"min_p={self.min_p} must be in [0, 1); 0: all tokens"
+        if not all(checked(text, str) and text for text in self.stops):
+            yield f"stop={self.stop!r} must be a text or a list of texts that are not empty"
+        if not all(checked(one, int) and one >= 0 for one in self.stop_token_ids):
+            yield f"stop_token_ids={self.stop_token_ids!r} must be a list of token ids: whole numbers ≥ 0"
         if self.threads < 0:
             yield f"threads={self.threads} must be ≥ 0"
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        """The texts that end a response."""
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+
+    def params(self, *, greedy: bool, seed: int | None = None) -> SamplingParams:
+        """The parameters of a request.
+
+        Args:
+            greedy: take the likeliest token each time, as in validation; else sample, as in training.
+            seed: makes the draws reproducible.
+        """
+        from rlmesh.rl.engines.rollout import SamplingParams
+
+        drawn: Mapping[str, Any] = {"temperature": 0.0}
+        if not greedy:
+            names = ("temperature", "top_p", "top_k", "min_p")
+            drawn = {name: getattr(self, name) for name in names}
+        return SamplingParams(
+            self.max_tokens, **drawn, stop=self.stops, stop_token_ids=tuple(self.stop_token_ids), seed=seed
+        )
 
 
 def apply_overrides(settings: T, overrides: Sequence[str]) -> T:
@@ -182,7 +251,8 @@ def apply_overrides(settings: T, overrides: Sequence[str]) -> T:
 
 
 def checked(value: Any, kind: Any) -> bool:
-    """True if a value has the type of a field. ``int`` is accepted for ``float``, ``bool`` is not accepted for it."""
+    """True if a value has the type of a field. ``int`` is accepted for ``float``; ``bool``, NaN and
+    infinity are not accepted for it."""
     if kind is Any:
         return True
     origin = get_origin(kind)
@@ -191,7 +261,7 @@ def checked(value: Any, kind: Any) -> bool:
     if origin in (Union, types.UnionType):
         return any(checked(value, one) for one in get_args(kind))
     if kind is float:
-        return isinstance(value, (int, float)) and not isinstance(value, bool)
+        return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
     if kind is int:
         return isinstance(value, int) and not isinstance(value, bool)
     plain = origin or kind

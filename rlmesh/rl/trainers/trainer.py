@@ -6,6 +6,7 @@ import json
 import os
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
@@ -17,20 +18,27 @@ import torch
 from rlmesh import RoleGroup, WeightSync, current_worker
 from rlmesh.errors import CallError, SourceRestarted, UsageError, WeightsNotReady, WeightSyncError
 from rlmesh.rl.algorithms.protocol import Evaluated, TokenWeights
-from rlmesh.rl.components import padded
 from rlmesh.rl.data.dataset import Prompt
 from rlmesh.rl.data.loader import Drawn, PromptLoader
 from rlmesh.rl.drift import DriftAlarm, drift
 from rlmesh.rl.engines.rollout import SamplingParams
 from rlmesh.rl.evaluation.saved_run import remember
 from rlmesh.rl.evaluation.validation import Validation
-from rlmesh.rl.packing import Packs
-from rlmesh.rl.packing import pack as build_packs
+from rlmesh.rl.packing import Packs, Tokens
 from rlmesh.rl.rewards.scoring import Rewards
-from rlmesh.rl.roles.defaults import run_settings
+from rlmesh.rl.roles.defaults import keep_objects, run_settings
 from rlmesh.rl.rollout.buffer import SampleBuffer
 from rlmesh.rl.samples.writer import SampleWriter
-from rlmesh.rl.trainers.batches import advantages_of, lengths_of, matrix_of, shares_of, value_metrics, values_of
+from rlmesh.rl.trainers.batches import (
+    advantages_of,
+    joined,
+    lengths_of,
+    matrix_of,
+    packs_of,
+    shares_of,
+    value_metrics,
+    values_of,
+)
 from rlmesh.rl.trainers.progress import Progress, remove_other_checkpoints
 from rlmesh.rl.types import Episode, Group, Outcome, Score
 
@@ -67,7 +75,8 @@ class Trainer:
         self.samples = SampleWriter(self.run_dir, self.settings.sample_files, self.text_of)
         self.validation = Validation(self)
         self.alarm = DriftAlarm(self.settings.actor.precision)
-        self.version, self.last = 0, dict[str, float]()
+        self.version, self.lost, self.last = 0, 0, dict[str, float]()
+        keep_objects()
 
     def teardown(self) -> None:
         self.rewards.close()
@@ -120,7 +129,7 @@ class Trainer:
         """One group of responses per prompt, with the weights of the last push."""
         samples = self.algorithm.samples
         prompts = [one.prompt.ids.tolist() for one in drawn for _ in range(samples)]
-        episodes = self.generate(prompts, self.settings.rollout.temperature, seed=self.settings.seed * 100_003 + step)
+        episodes = self.generate(prompts, seed=self.settings.seed * 100_003 + step)
         if late := {episode.policy_version for episode in episodes} - {self.version, None}:
             raise RuntimeError(f"step {step}: sampled by versions {sorted(map(str, late))}, not by {self.version}")
         return [
@@ -128,16 +137,28 @@ class Trainer:
             for place, one in enumerate(drawn)
         ]
 
-    def generate(self, prompts: Sequence[list[int]], temperature: float, seed: int = 0) -> list[Episode]:
-        """One episode per prompt. The prompts are spread over the engines."""
-        rollout = self.settings.rollout
-        params = SamplingParams(rollout.max_tokens, temperature=temperature, seed=seed)
+    def generate(
+        self, prompts: Sequence[list[int]], *, greedy: bool = False, seed: int = 0, temperature: float | None = None
+    ) -> list[Episode]:
+        """One episode per prompt, sampled (at the temperature of training, or at ``temperature``) or greedy. The
+        prompts are spread over the engines."""
+        params = self.settings.rollout.params(greedy=greedy, seed=seed)
+        if temperature is not None and not greedy:
+            params = replace(params, temperature=temperature)
         for _ in range(PUSHES):
             try:
-                return [Episode.of(each) for each in self.engines.call_batch("generate", len(prompts), prompts, params)]
+                return self.draw(prompts, params)
             except WeightsNotReady:
                 self.push_again()  # an engine restarted, or slept, since the push
         raise RuntimeError(f"an engine has no weights after {PUSHES} pushes")
+
+    def draw(self, prompts: Sequence[list[int]], params: SamplingParams) -> list[Episode]:
+        """One episode per prompt, from the engines as they are.
+
+        Raises:
+            WeightsNotReady: an engine has no weights.
+        """
+        return [Episode.of(each) for each in self.engines.call_batch("generate", len(prompts), prompts, params)]
 
     def score(self, rewards: Rewards, groups: Sequence[Group]) -> list[Group]:
         """The same groups, with the outcome of each reward in their episodes."""
@@ -160,7 +181,7 @@ class Trainer:
             )
         return kept
 
-    def evaluate(self, groups: Sequence[Group]) -> tuple[dict[str, Packs], Evaluated]:
+    def evaluate(self, groups: Sequence[Group]) -> tuple[dict[str, list[Packs]], Evaluated]:
         """Pack the groups, and ask the roles for what the algorithm needs: log-probabilities, values, greedy rewards.
 
         Returns:
@@ -169,22 +190,27 @@ class Trainer:
         episodes = Group.episodes_of(groups)
         numbers = [number for number, group in enumerate(groups) for _ in group.episodes]
         packs = {
-            name: build_packs(episodes, groups=numbers, token_budget=section.token_budget, ranks=len(role))
+            name: packs_of(
+                episodes, numbers, minibatches=section.minibatches, token_budget=section.token_budget, ranks=len(role)
+            )
             for name, role, section in self.trained()
         }
-        mask = padded([episode.mask for episode in episodes], fill=False)
+        tokens = Tokens.of(episodes)
+        mask = torch.from_numpy(tokens.mask)
         totals = [self.rewards.total(episode) for episode in episodes]
         greedy = self.greedy_outcomes(groups) if "greedy" in self.algorithm.needs else None
         calls: dict[str, tuple[Packs, Any]] = {}
 
-        def ask(column: str, role: Any, method: str, own: Packs, *given: Any) -> None:
+        def ask(column: str, role: Any, method: str, parts: list[Packs], *given: Any) -> None:
+            own = joined(parts)
             calls[column] = own, self.ask(role, method, own, *given)
 
         self.hold(self.actor)
         needs = self.algorithm.needs
         if "reference" in needs and self.reference is self.actor:
             ask("ref_log_probs", self.actor, "reference_log_probs", packs["actor"])
-        if self.algorithm.reads_log_probs:
+        # After the first optimizer step of a pass, the old log-probabilities are gone: they are read before it.
+        if self.algorithm.reads_log_probs or self.settings.actor.minibatches > 1:
             ask("log_probs", self.actor, "log_probs", packs["actor"], self.version)
         if "reference" in needs and self.reference is not self.actor:
             self.hold(None)
@@ -207,7 +233,7 @@ class Trainer:
                 ]
             ),
             log_probs=found.pop("log_probs", None),
-            sampled_log_probs=padded([episode.sampled_log_probs for episode in episodes]).double(),
+            sampled_log_probs=torch.from_numpy(tokens.sampled_log_probs),
             greedy_rewards=None if greedy is None else values_of([greedy[number] for number in numbers]),
             cut_off=torch.tensor([episode.finish_reason == "length" for episode in episodes]),
             **found,
@@ -215,7 +241,7 @@ class Trainer:
 
     def greedy_outcomes(self, groups: Sequence[Group]) -> list[Outcome]:
         """The reward of a greedy response to each group's prompt."""
-        episodes = self.generate([group.episodes[0].prompt_ids.tolist() for group in groups], temperature=0.0)
+        episodes = self.generate([group.episodes[0].prompt_ids.tolist() for group in groups], greedy=True)
         made = [Group(group.key, (one,), group.row) for group, one in zip(groups, episodes, strict=True)]
         return [self.rewards.total(episode) for episode in Group.episodes_of(self.score(self.rewards, made))]
 
@@ -229,26 +255,27 @@ class Trainer:
             shares = [flat[start:end] for start, end in pairwise(edges)]
         return role.call(method, shares, *([each] * len(shares) for each in given), _scatter=True)
 
-    def train(self, packs: dict[str, Packs], batch: Evaluated, weights: TokenWeights) -> dict[str, float]:
-        """Make one optimizer step per epoch. Returns the roles' metrics, and the gap between the log-probabilities of
-        rollout engine and actor."""
+    def train(self, packs: dict[str, list[Packs]], batch: Evaluated, weights: TokenWeights) -> dict[str, float]:
+        """Make the optimizer steps of all epochs. Returns the roles' metrics, and the gap between the log-probabilities
+        of rollout engine and actor."""
         # The actor's update comes last: on shared devices it has its turn right before the push.
-        calls = [
-            role.call("update", shares_of(packs[name], batch, weights), [self.version] * len(role), _scatter=True)
-            for name, role, _ in reversed(self.trained())
-        ]
+        calls = []
+        for name, role, section in reversed(self.trained()):
+            steps = [shares_of(one, batch, weights, minibatches=section.minibatches) for one in packs[name]]
+            by_rank = [list(own) for own in zip(*steps, strict=True)]
+            calls.append(role.call("update", by_rank, [self.version] * len(role), _scatter=True))
         reports = [call.result()[0] for call in calls]
         log_probs = batch.log_probs
         if log_probs is None:
             rows = self.actor.call("first_log_probs").result()
-            log_probs = matrix_of(batch.mask, packs["actor"], [one for own in rows for one in own])
+            log_probs = matrix_of(batch.mask, joined(packs["actor"]), [one for own in rows for one in own])
         alarms = self.alarm.check(drift(log_probs, batch.sampled_log_probs, batch.mask), version=self.version)
         return {
             **{name: value for report in reports for name, value in report.items()},
             **value_metrics(batch, weights),
             **weights.metrics,
             **alarms,
-            "prompt_tokens_saved": packs["actor"].saved_share,
+            "prompt_tokens_saved": joined(packs["actor"]).saved_share,
         }
 
     def save(self) -> bool:
@@ -293,8 +320,9 @@ class Trainer:
         if self.validation.due(step) and not self.validation.postpone(step):
             metrics |= self.validate()
         self.last = {name: value for name, value in metrics.items() if np.isfinite(value)}
+        self.last["steps_lost"] = float(self.lost)
         current_worker().report(step=step, total_steps=settings.steps, **self.last)
-        Progress(step, step if saved else Progress.read(self.run_dir).saved).write(self.run_dir)
+        Progress(step, step if saved else Progress.read(self.run_dir).saved, self.lost).write(self.run_dir)
 
     def validate(self) -> dict[str, float]:
         """Rewards of responses to the validation prompts, by the weights that the engines serve; empty without
@@ -378,6 +406,8 @@ class Trainer:
         self.version = progress.step if reached == {progress.step} else progress.saved
         for call in [role.call("restore", self.version) for role in trained]:
             call.result()
+        self.lost = progress.lost + progress.step - self.version
+        Progress(self.version, progress.saved, self.lost).write(self.run_dir)
         if self.version < before:
             print(f"back to step {self.version}: {before - self.version} steps were lost to a restart", flush=True)
         self.publish()

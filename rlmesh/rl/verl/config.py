@@ -21,6 +21,8 @@ MEGATRON = (
 ENGINES = {"fsdp": "fsdp2", "fsdp2": "fsdp2", "ddp": "ddp", "zero1": "zero1", "zero2": "zero2", "zero3": "zero3"}
 ROLLOUTS = {"hf": "transformers", "transformers": "transformers", "vllm": "vllm", "vllm-async": "vllm-async"}
 ACTOR, CRITIC, ROLLOUT = "actor_rollout_ref.actor", "critic", "actor_rollout_ref.rollout"
+BATCH = 16
+"""Prompts per step where the configuration has no number: the default of `Run`."""
 SECTION = {
     "optim.lr": "lr",
     "optim.lr_warmup_steps": "warmup_steps",
@@ -39,6 +41,8 @@ KEYS = {
     "data.seed": "seed",
     "actor_rollout_ref.model.enable_gradient_checkpointing": "actor.activation_checkpointing",
     f"{ROLLOUT}.temperature": "rollout.temperature",
+    f"{ROLLOUT}.top_p": "rollout.top_p",
+    f"{ROLLOUT}.top_k": "rollout.top_k",
     "critic.model.path": "critic.model",
     "critic.model.enable_gradient_checkpointing": "critic.activation_checkpointing",
     "trainer.total_training_steps": "steps",
@@ -83,6 +87,8 @@ def run_settings_of(config: Any, tokenizer: Any) -> dict[str, Any]:
     from rlmesh.rl.trainers.settings import ActorSettings, CriticSettings, RolloutSettings
 
     found = {own: value for key, own in KEYS.items() if (value := read(config, key)) is not None}
+    if found.get("rollout.top_k") == -1:  # verl's word for all tokens
+        found["rollout.top_k"] = 0
     faults = [*_faults(config)]
     for key, own in (("trainer.save_freq", "save_every"), ("trainer.test_freq", "validate_every")):
         if (value := read(config, key)) is not None and int(value) > 0:
@@ -94,6 +100,9 @@ def run_settings_of(config: Any, tokenizer: Any) -> dict[str, Any]:
             faults.append(f"{ROLLOUT}.name={engine!r}: there is {', '.join(ROLLOUTS)}")
     if faults:
         raise UsageError("RayPPOTrainer: " + "\n  ".join(faults))
+    for name, place in (("actor", ACTOR), ("critic", CRITIC)):
+        mini = read(config, f"{place}.ppo_mini_batch_size", read(config, f"{ACTOR}.ppo_mini_batch_size"))
+        found[f"{name}.minibatches"] = int(found.get("batch_size", BATCH)) // int(mini) if mini else 1
     on_cpu = read(config, "trainer.device", "cuda") == "cpu"
     settings: dict[str, Any] = {name: value for name, value in found.items() if "." not in name}
     sections: dict[str, type[Any]] = {"actor": ActorSettings, "critic": CriticSettings, "rollout": RolloutSettings}
@@ -116,7 +125,7 @@ def _steps(settings: Mapping[str, Any], epochs: int, tokenizer: Any) -> int:
     from rlmesh.rl.data.dataset import RLHFDataset
 
     limit = {"max_prompt_tokens": settings["max_prompt_tokens"]} if "max_prompt_tokens" in settings else {}
-    return epochs * (len(RLHFDataset(settings["data"], tokenizer, **limit)) // int(settings.get("batch_size", 16)))
+    return epochs * (len(RLHFDataset(settings["data"], tokenizer, **limit)) // int(settings.get("batch_size", BATCH)))
 
 
 def _strategy(config: Any) -> str:
@@ -135,13 +144,11 @@ def _faults(config: Any) -> Iterator[str]:
     for key in ("actor_rollout_ref.model.path", "data.train_files"):
         if read(config, key) is None:
             yield f"{key} is missing"
-    batch = read(config, "data.train_batch_size")
+    batch = read(config, "data.train_batch_size", BATCH)
     for section in (ACTOR, CRITIC):
-        if (mini := read(config, f"{section}.ppo_mini_batch_size")) is not None and mini != batch:
-            yield (
-                f"{section}.ppo_mini_batch_size={mini}: a batch is one optimizer step per epoch here; set it to "
-                f"data.train_batch_size={batch}, or make the batch smaller"
-            )
+        mini = read(config, f"{section}.ppo_mini_batch_size", batch)
+        if not isinstance(mini, int) or mini < 1 or (isinstance(batch, int) and batch % mini):
+            yield f"{section}.ppo_mini_batch_size={mini!r} must divide data.train_batch_size={batch}"
     if read(config, "trainer.total_training_steps") is None and read(config, "trainer.total_epochs") is None:
         yield "trainer.total_training_steps is missing (or trainer.total_epochs)"
 

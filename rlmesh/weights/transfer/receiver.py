@@ -27,6 +27,8 @@ from rlmesh.weights.transfer.tensor_bytes import BucketCheck, stage_pieces
 logger = logging.getLogger(__name__)
 
 CLOSE_S = 2.0
+ORDER_WAIT_S = 0.02
+"""How long a sink waits for the source rank that it should read first. The push ends with the last rank anyway."""
 
 Tap = Callable[[str, int], None]
 """A hook of tests: called with the name of a step and a bucket's number; may raise, wait, or end the process."""
@@ -67,10 +69,26 @@ class _IncomingRoute:
 
 @dataclass(eq=False)
 class _ReceivingSession:
-    """The routes of one session that lead to this sink, by source rank."""
+    """The routes of one session that lead to this sink, by source rank.
+
+    Attributes:
+        coming: the commands that have come and not ended: sequence number, and this sink's place in the route.
+    """
 
     routes: dict[str, _IncomingRoute] = field(default_factory=dict)
     total: int = 0
+    coming: list[tuple[int, int]] = field(default_factory=list)
+
+    def is_next(self, push: int, place: tuple[int, int]) -> bool:
+        """True if this command comes before all others, in an order in which each sink reads from another GPU.
+
+        Each source rank names the sinks in another order, so that two sinks take the ranks in other orders too. Two
+        sinks that read from one GPU at a time get half of the rate, while the links of the other GPU are idle.
+        """
+        if min(tuple(self.coming)) < place:
+            return False
+        turn, mine = place
+        return turn > 0 or all(r.next_command[0] == push for r in self.routes.values() if r.share[0] < mine)
 
 
 class Receiver:
@@ -182,22 +200,29 @@ class Receiver:
             WeightSyncError: the session is unknown, an earlier command did not arrive, or checksums differ.
             ChannelBroken: the bytes did not arrive.
         """
+        found = self._find(session)
+        route = found.routes[source]
+        place = turn, route.share[0]
+        found.coming.append(place)  # before the lock: who holds it next decides by what has come
         with self._lock:
-            found = self._find(session)
-            route = found.routes[source]
-            if turn and route.next_command != (push, turn):
-                arrived = clock.wait_for(
-                    self._changed,
-                    lambda: route.next_command == (push, turn) or self._sessions.get(session) is not found,
-                    route.settings.timeout_s,
-                )
-                if not arrived:
-                    raise WeightSyncError(f"the command before bucket {buckets[0]} did not come to {self.who}")
-                self._find(session)
             try:
-                self._stage(found, route, push, version, buckets, payload, checksums, flip_s)
+                if turn and route.next_command != (push, turn):
+                    arrived = clock.wait_for(
+                        self._changed,
+                        lambda: route.next_command == (push, turn) or self._sessions.get(session) is not found,
+                        route.settings.timeout_s,
+                    )
+                    if not arrived:
+                        raise WeightSyncError(f"the command before bucket {buckets[0]} did not come to {self.who}")
+                if route.settings.on_gpu and len(found.routes) > 1:
+                    clock.wait_for(self._changed, lambda: found.is_next(push, place), ORDER_WAIT_S)
+                self._find(session)
+                try:
+                    self._stage(found, route, push, version, buckets, payload, checksums, flip_s)
+                finally:
+                    route.next_command = push, turn + 1
             finally:
-                route.next_command = push, turn + 1
+                found.coming.remove(place)
                 self._changed.notify_all()
 
     def _stage(
