@@ -72,6 +72,9 @@ options:
                         rlmesh chaos --help)
   --metrics ADDRESS     serve metrics to Prometheus at 127.0.0.1:PORT (0: any;
                         it is in metrics.address) or unix:PATH
+  --tracker NAME        show metrics in wandb, mlflow, trackio, each also with
+                        a project (wandb:PROJECT), or module:Class; can be
+                        repeated
   --timeline            trace single calls, for rlmesh timeline
   --dry-run             print how nodes would be started; start nothing
   --grace S             seconds between SIGTERM and SIGKILL when the job is

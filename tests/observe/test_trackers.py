@@ -20,7 +20,7 @@ from rlmesh.errors import UsageError
 from rlmesh.job.status import MetricRecord
 from rlmesh.observe.files.metric_files import METRICS_FILE, MetricsWriter
 from rlmesh.observe.trackers.mlflow_tracker import mlflow_name
-from rlmesh.observe.trackers.process import Delivery, TrackerState, state_file
+from rlmesh.observe.trackers.process import TrackerDelivery, TrackerState, state_file
 from rlmesh.observe.trackers.protocol import RunInfo, metrics_of
 from rlmesh.observe.trackers.reports import Report, ReportQueue, ReportReader
 from tests.observe import odd_trackers, tracked_job
@@ -158,7 +158,7 @@ def test_a_failure_is_logged_once_and_the_report_tried_again(tmp_path: Path, cap
     queue.end()
     state, path = TrackerState("id"), tmp_path / "trackers" / "fails.json"
     with caplog.at_level(logging.WARNING):
-        Delivery("fails", make, RunInfo(tmp_path, "job"), queue, state, path).work()
+        TrackerDelivery("fails", make, RunInfo(tmp_path, "job"), queue, state, path).work()
     assert steps(tmp_path) == [1, 2, 3] and len(made) == 4
     assert caplog.text.count("failed, and is tried again: ConnectionError: refused") == 1
     assert "works again after 3 attempts" in caplog.text

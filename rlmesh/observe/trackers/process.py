@@ -24,7 +24,7 @@ from rlmesh import private_files
 from rlmesh.observe.trackers.protocol import RunInfo, Tracker, make_tracker, project_of
 from rlmesh.observe.trackers.reports import ReportQueue, ReportReader
 
-__all__ = ["Delivery", "TrackerState", "deliver", "state_file"]
+__all__ = ["TrackerDelivery", "TrackerState", "deliver", "state_file"]
 
 logger = logging.getLogger(__name__)
 
@@ -76,7 +76,7 @@ def state_file(run_dir: Path, tracker: str) -> Path:
     return run_dir / FOLDER / f"{re.sub(r'[^A-Za-z0-9_.-]', '_', tracker)}.json"
 
 
-class Delivery:
+class TrackerDelivery:
     """Gives reports to a tracker until the queue ends.
 
     Args:
@@ -156,7 +156,7 @@ def deliver(run_dir: Path, job: str, name: str, finish_s: float, most: int) -> N
     state.failure = ""
     queue, reader = ReportQueue(most), ReportReader(run_dir, state.position)
     run = RunInfo(run_dir, job, project_of(name), state.run_id, _settings(run_dir))
-    delivery = Delivery(name, lambda: make_tracker(name), run, queue, state, path)
+    delivery = TrackerDelivery(name, lambda: make_tracker(name), run, queue, state, path)
     delivered = threading.Event()
 
     def read() -> None:

@@ -38,6 +38,8 @@ from rlmesh.rl.reference.losses import valid_count as valid_count
 from rlmesh.rl.reference.losses import value_clip_loss as value_clip_loss
 from rlmesh.rl.reference.masking import masked_mean as masked_mean
 from rlmesh.rl.reference.masking import masked_whiten as masked_whiten
+from rlmesh.rl.reference.preference import dpo as dpo
+from rlmesh.rl.reference.preference import ranked_returns as ranked_returns
 from rlmesh.rl.reference.sampling import kept_mass as kept_mass
 from rlmesh.rl.reference.sampling import log_distribution as log_distribution
 from rlmesh.rl.reference.sampling import penalised as penalised

@@ -23,9 +23,12 @@ import torch.distributed as dist
 
 from rlmesh import Alarm, JobInfo, MetricRecord, RestartEvent, StopRequest, Trackers, WorkerContext, acting_as
 from rlmesh.rl.rewards.model import RewardModel
+from rlmesh.rl.roles.actor import ActorRole
 from rlmesh.rl.roles.critic import CriticRole
 from rlmesh.rl.roles.fused import ActorRollout, ActorRolloutRef
+from rlmesh.rl.roles.reference import ReferenceRole
 from rlmesh.rl.roles.reward import RewardRole
+from rlmesh.rl.trainers.job import given_roles
 from rlmesh.rl.trainers.trainer import Trainer, result_of
 
 if TYPE_CHECKING:
@@ -51,10 +54,15 @@ def _run_followed(run: Run, run_dir: Path) -> RunResult:
         actor=replace(run.actor, ranks=1),
         critic=replace(run.critic, ranks=1),
         rollout=replace(run.rollout, engines=1),
-        placement="fused",
     )
-    kinds: dict[str, type[Any]] = {"ACTOR": ActorRolloutRef if "reference" in run.algorithm.needs else ActorRollout}
-    if "critic" in run.algorithm.needs:
+    needs, responses = run.algorithm.needs, run.algorithm.responses
+    trainer, actor = given_roles(responses)
+    if responses == "sampled":
+        alone = replace(alone, placement="fused")
+        kinds: dict[str, type[Any]] = {"ACTOR": ActorRolloutRef if "reference" in needs else ActorRollout}
+    else:
+        kinds = {"ACTOR": actor or ActorRole} | ({"REFERENCE": ReferenceRole} if "reference" in needs else {})
+    if "critic" in needs and responses != "ranked":
         kinds["CRITIC"] = CriticRole
     kinds |= {one.role: RewardRole for one in run.scored if isinstance(one, RewardModel)}
     link = _MetricsLink(run_dir)
@@ -69,7 +77,7 @@ def _run_followed(run: Run, run_dir: Path) -> RunResult:
             for role, kind in kinds.items():
                 groups[role] = RoleHere(context(role), kind)
                 groups[role].invoke("setup")
-            driver = RoleHere(context("TRAINER"), lambda: TrainerHere(groups))
+            driver = RoleHere(context("TRAINER"), lambda: trainer_here(trainer or Trainer, groups))
             driver.invoke("setup")
             try:
                 driver.invoke("run")
@@ -82,18 +90,22 @@ def _run_followed(run: Run, run_dir: Path) -> RunResult:
     return result_of(run_dir)
 
 
-class TrainerHere(Trainer):
-    """The trainer, with roles in its own process.
+def trainer_here(kind: type[Trainer], groups: dict[str, RoleHere]) -> Trainer:
+    """A trainer with roles in its own process.
 
     Args:
+        kind: its class.
         groups: the roles, by name.
     """
 
-    def __init__(self, groups: dict[str, RoleHere]) -> None:
-        self._groups = groups
+    class TrainerHere(kind):  # type: ignore[misc, valid-type]
+        """The trainer, which finds roles in this process."""
 
-    def group(self, role: str) -> Any:
-        return self._groups.get(role) or NO_MEMBERS
+        def group(self, role: str) -> Any:
+            return groups.get(role) or NO_MEMBERS
+
+    made: Trainer = TrainerHere()
+    return made
 
 
 class RoleHere:

@@ -161,17 +161,23 @@ def _slow_faults(run: Run, counts: list[str]) -> Iterator[str]:
     """One sentence per fault that needs the tokenizer; the numbers of rows go to ``counts``."""
     from rlmesh.rl.data.loader import PromptLoader
     from rlmesh.rl.rewards.scoring import unscored
+    from rlmesh.rl.trainings.given import given_texts
 
     try:
         tokenizer = _tokenizer(run)
     except (UsageError, OSError, ValueError) as error:
         yield f"model={run.model!r}: {error}"
         return
+    yield from _teacher_faults(run, tokenizer)
     try:
         data = run.dataset(tokenizer)
         counts.append(f"data: {data.counts}")
-        yield from _reward_faults(run, tokenizer, data[0])
-        yield from unscored(run.scored, data)
+        if run.algorithm.responses != "sampled":
+            for place in range(len(data)):
+                given_texts(data[place].row, run.algorithm.responses)
+        else:
+            yield from _reward_faults(run, tokenizer, data[0])
+            yield from unscored(run.scored, data) if run.scored else ()
         PromptLoader(data, run.batch_size)
     except (UsageError, OSError, ValueError) as error:
         yield f"data: {error}"
@@ -180,6 +186,22 @@ def _slow_faults(run: Run, counts: list[str]) -> Iterator[str]:
             counts.append(f"validation: {run.dataset(tokenizer, run.validation).counts}")
         except (UsageError, OSError, ValueError) as error:
             yield f"validation: {error}"
+
+
+def _teacher_faults(run: Run, tokenizer: Any) -> Iterator[str]:
+    """A fault if the reference is another model with other tokens: its log-probabilities would be of other texts."""
+    model = run.reference.model
+    if model is None or "reference" not in run.algorithm.needs:
+        return
+    from transformers import AutoTokenizer
+
+    try:
+        other = AutoTokenizer.from_pretrained(model)
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        yield f"reference.model={model!r}: {error}"
+        return
+    if other.get_vocab() != tokenizer.get_vocab():
+        yield f"reference.model={model!r} has other tokens than model={run.model!r}: both must have the same tokenizer"
 
 
 def _tokenizer(run: Run) -> Any:

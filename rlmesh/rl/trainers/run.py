@@ -31,6 +31,7 @@ from rlmesh.rl.trainers.settings import (
     CriticSettings,
     Engine,
     Placement,
+    ReferenceSettings,
     RolloutSettings,
     apply_overrides,
     checked,
@@ -48,7 +49,7 @@ else:
 __all__ = ["Run", "RunResult"]
 
 PIPELINES = ("sync",)
-SECTIONS = ("actor", "critic", "rollout", "evaluation", "sample_files")
+SECTIONS = ("actor", "critic", "reference", "rollout", "evaluation", "sample_files")
 NEEDS = ("critic", "greedy", "reference")
 
 
@@ -75,8 +76,8 @@ class Run:
         model: a folder or a hub name of a causal language model with its tokenizer.
         data: files or rows of prompts (:class:`rlmesh.rl.data.dataset.RLHFDataset`), or files and their weights in a
             mixture (:func:`rlmesh.rl.data.loader.load_prompts`).
-        rewards: functions, `Reward` and `RewardModel` objects, that score responses.
         algorithm: such as ``GRPO(samples=8)``.
+        rewards: functions, `Reward` and `RewardModel` objects, that score responses; for algorithms that read rewards.
         steps: training steps; each takes one batch of prompts.
         validation: prompts that are never trained on.
         validate_every: steps between validations; 0: before the first and after the last step only.
@@ -91,6 +92,7 @@ class Run:
         actor: the policy in training.
         rollout: the engines that sample; a text names the engine.
         critic: the value function in training, for an algorithm that needs one.
+        reference: the policy that a divergence is measured from, or the teacher of a distillation.
         placement: the devices of the roles. ``"separate"``: each member has one of its own. ``"shared"``: all roles
             share all devices, and take turns. ``"fused"``: one process per device trains, samples and keeps the
             reference, and a critic takes turns with it. ``"auto"``: separate if there are enough GPUs, else shared.
@@ -107,8 +109,8 @@ class Run:
 
     model: str
     data: Any
-    rewards: Sequence[Reward | RewardModel | Callable[..., Any]]
     algorithm: Algorithm
+    rewards: Sequence[Reward | RewardModel | Callable[..., Any]] = ()
     steps: int = 100
     validation: Any = None
     validate_every: int = 0
@@ -122,6 +124,7 @@ class Run:
     actor: ActorSettings = field(default_factory=ActorSettings)
     rollout: RolloutSettings = field(default_factory=RolloutSettings)
     critic: CriticSettings = field(default_factory=CriticSettings)
+    reference: ReferenceSettings = field(default_factory=ReferenceSettings)
     placement: Placement = "auto"
     devices_per_node: int = 0
     nodes: int = 1
@@ -196,8 +199,9 @@ class Run:
             count, size = getattr(getattr(self, name), "minibatches", 1), getattr(self, "batch_size", 1)
             if checked(count, int) and checked(size, int) and count > size >= 1:
                 yield f"{name}.minibatches={count} must be ≤ batch_size={self.batch_size}"
-        if not self.rewards:
+        if not self.rewards and getattr(self.algorithm, "rewarded", True):
             yield "rewards: give at least one reward"
+        yield from self._given_faults()
         if self.pipeline not in PIPELINES:
             yield f"pipeline={self.pipeline!r}: there is {', '.join(map(repr, PIPELINES))}"
         for name in ("steps", "batch_size", "max_prompt_tokens", "save_every", "nodes", "reward_workers"):
@@ -216,6 +220,18 @@ class Run:
             yield from self._placement_faults()
         if self.train not in get_args(Engine):
             yield f"train={self.train!r}: the engines are {', '.join(get_args(Engine))}"
+
+    def _given_faults(self) -> Iterator[str]:
+        responses, name = getattr(self.algorithm, "responses", "sampled"), type(self.algorithm).__name__
+        if responses == "sampled":
+            return
+        if self.rewards:
+            yield f"rewards: {name} learns from the responses of the data, which are not scored; leave rewards out"
+        if self.placement == "fused":
+            yield f"placement='fused': {name} samples nothing, so there is nothing to fuse"
+        steps = [f"actor.{key}" for key in ("epochs", "minibatches") if getattr(self.actor, key, 1) != 1]
+        if responses != "given" and steps:
+            yield f"{' and '.join(steps)} must be 1: the gradient of {name} is exact for one optimizer step per batch"
 
     def _placement_faults(self) -> Iterator[str]:
         if self.placement not in get_args(Placement):
@@ -272,8 +288,9 @@ class Run:
         """The placement, with ``"auto"`` decided."""
         if self.placement != "auto":
             return self.placement
-        wanted = self.actor.ranks + self.rollout.engines
-        wanted += self.critic.ranks * ("critic" in self.algorithm.needs) + ("reference" in self.algorithm.needs)
+        needs, responses = self.algorithm.needs, self.algorithm.responses
+        wanted = self.actor.ranks + self.rollout.engines * (responses == "sampled")
+        wanted += self.critic.ranks * ("critic" in needs and responses != "ranked") + ("reference" in needs)
         wanted += sum(model.members for model in self.reward_models)
         return "shared" if 0 < self.devices < wanted else "separate"
 

@@ -65,7 +65,7 @@ class Trainer:
         self.holder: Any = None
         self.rewards = Rewards(
             self.settings.scored, self.tokenizer, workers=self.settings.reward_workers, examine=self.settings.examine,
-            group=self.group,
+            group=self.group, required=self.algorithm.rewarded,
         )  # fmt: skip
         self.validation_rewards = self.rewards
         data = self.settings.dataset(self.tokenizer)
@@ -172,6 +172,8 @@ class Trainer:
         Raises:
             RuntimeError: no response of the batch has one.
         """
+        if not self.algorithm.rewarded:
+            return list(groups)
         kept = [group for group in groups if any(isinstance(self.rewards.total(e), Score) for e in group.episodes)]
         if not kept:
             episodes = Group.episodes_of(groups)
@@ -269,7 +271,7 @@ class Trainer:
         if log_probs is None:
             rows = self.actor.call("first_log_probs").result()
             log_probs = matrix_of(batch.mask, joined(packs["actor"]), [one for own in rows for one in own])
-        alarms = self.alarm.check(drift(log_probs, batch.sampled_log_probs, batch.mask), version=self.version)
+        alarms = self.gap(log_probs, batch)
         return {
             **{name: value for report in reports for name, value in report.items()},
             **value_metrics(batch, weights),
@@ -277,6 +279,10 @@ class Trainer:
             **alarms,
             "prompt_tokens_saved": joined(packs["actor"]).saved_share,
         }
+
+    def gap(self, log_probs: torch.Tensor, batch: Evaluated) -> dict[str, float]:
+        """The gap between the log-probabilities of rollout engine and actor, and whether it is an alarm."""
+        return self.alarm.check(drift(log_probs, batch.sampled_log_probs, batch.mask), version=self.version)
 
     def save(self) -> bool:
         """Write a checkpoint of all models in training if this step is to have one; true if so. The checkpoint counts
