@@ -46,7 +46,7 @@ def save_run(run_dir: Path, run: Run) -> None:
     finally:
         if script is not None:
             cloudpickle.unregister_pickle_by_value(script)
-    private_files.write_whole(run_dir / SETTINGS_FILE, content, durable=False)
+    private_files.write_whole(run_dir / SETTINGS_FILE, content, secret=True, durable=False)
 
 
 def remember(run_dir: Path, run: Run) -> None:
