@@ -1,4 +1,4 @@
-"""Settings of an example: fields of a frozen dataclass, each with a command line option.
+"""Command line options of an example, with limits.
 
 All faults of a command line are reported together, before any process of the job starts. The module has no torch, since
 the submitter imports it too.
@@ -12,10 +12,8 @@ import math
 import re
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, fields
-from typing import Any, NoReturn, TypeVar
-
-S = TypeVar("S")
+from dataclasses import dataclass
+from typing import Any, NoReturn
 
 
 @dataclass(frozen=True)
@@ -42,11 +40,6 @@ class Limits:
         return ""
 
 
-def setting(default: Any, help: str, **limits: Any) -> Any:
-    """A field of a settings dataclass, with its `Limits`."""
-    return field(default=default, metadata={"help": help, "limits": Limits(**limits)})
-
-
 class SettingsParser(argparse.ArgumentParser):
     """A parser that collects all faults instead of exiting at the first.
 
@@ -66,11 +59,6 @@ class SettingsParser(argparse.ArgumentParser):
         else:
             parser.add_argument(f"--{name}", default=default, help=help, metavar=name.upper(), type=self._reader(
                 name, of, default, limits))  # fmt: skip
-
-    def add_settings(self, parser: Any, kind: type[Any]) -> None:
-        """Add an option for each field of a dataclass."""
-        for each in fields(kind):
-            self.add_setting(parser, each.name, each.default, each.metadata["limits"], each.metadata["help"])
 
     def _reader(self, name: str, of: type[Any], default: Any, limits: Limits) -> Callable[[str], Any]:
         def read(text: str) -> Any:
@@ -113,11 +101,6 @@ class SettingsParser(argparse.ArgumentParser):
         head = "an option is wrong" if count == 1 else f"{count} options are wrong"
         lines = "".join(f"\n  {fault}" for fault in self._faults)
         self.exit(2, f"{self.prog}: {head}, and nothing was started:{lines}\n--help lists all options\n")
-
-
-def settings_of(args: argparse.Namespace, kind: type[S]) -> S:
-    """The settings of a parsed command line."""
-    return kind(**{each.name: getattr(args, each.name) for each in fields(kind)})  # type: ignore[arg-type]
 
 
 def _joined(words: Sequence[str]) -> list[str]:

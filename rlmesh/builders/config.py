@@ -46,6 +46,12 @@ class DLConfig(JobDescription):
 
         return plan_job(self, cluster)
 
+    def known_run_dir(self, run_dir: str | Path | None = None) -> Path | None:
+        """The run directory of `submit`, given its argument and what `rlmesh launch` says; None: it makes a new one."""
+        from rlmesh.driver.options import effective
+
+        return effective(self._launch_options(None, run_dir, 0.0)).run_dir
+
     @overload
     def submit(
         self,
@@ -138,7 +144,7 @@ class DLConfig(JobDescription):
         return JobHandle(Driver(self, job_name, self._launch_options(view, run_dir, called_at, trackers), serves=True))
 
     def _launch_options(
-        self, view: View | None, run_dir: str | Path | None, called_at: float, trackers: Sequence[str]
+        self, view: View | None, run_dir: str | Path | None, called_at: float, trackers: Sequence[str] = ()
     ) -> LaunchOptions:
         from rlmesh.driver.driver import LaunchOptions
 

@@ -43,8 +43,7 @@ def split_at_script(words: Sequence[str], parser: argparse.ArgumentParser) -> tu
 
 COMMANDS = (
     "launch", "ps", "status", "logs", "stacks", "stop", "doctor", "plan", "timeline", "chaos", "prepare", "train",
-    "evaluate", "samples",
-    "keygen", "version",
+    "evaluate", "samples", "env", "keygen", "version",
 )  # fmt: skip
 """Subcommands; each has a module. Only the module of the given command is loaded, so that a job starts sooner."""
 

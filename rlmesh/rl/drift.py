@@ -8,6 +8,7 @@ ratio of every policy-gradient loss.
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -112,6 +113,14 @@ class DriftAlarm:
         self.limits, self.patience, self.stop = limits, patience, stop
         self.beyond = 0
         """The number of consecutive batches beyond the limits."""
+
+    def state(self) -> dict[str, int]:
+        """The number of consecutive batches beyond the limits, for a checkpoint."""
+        return {"beyond": self.beyond}
+
+    def restore(self, state: Mapping[str, int]) -> None:
+        """Go to a state."""
+        self.beyond = state["beyond"]
 
     def check(self, found: Drift, *, version: int, who: str = "the rollout engines") -> dict[str, float]:
         """Compare with the limits; returns metrics: the gaps, and ``drift_alarm``, 1 while it reports.

@@ -148,8 +148,8 @@ class Episode:
 
     Attributes:
         turns: in order; the first is the environment's, the prompt.
-        finish_reason: the reason for the end of the last turn: ``"stop"``, ``"length"``, ``"abort"``, or a value of the
-            agent.
+        finish_reason: the reason for the end of the last turn: ``"stop"``, ``"length"``, ``"time"``, ``"abort"``, or a
+            value of the agent.
         outcomes: reward name → outcome.
         extras: the user's data for this episode.
     """
@@ -208,6 +208,11 @@ class Episode:
     def response_tokens(self) -> int:
         """The number of tokens that the policy sampled."""
         return sum(len(turn) for turn in self.turns if turn.source == "policy")
+
+    @property
+    def versions(self) -> frozenset[int]:
+        """The versions that sampled tokens."""
+        return frozenset(version for turn in self.turns for version, _, _ in turn.version_spans)
 
     @property
     def policy_version(self) -> int | None:

@@ -38,6 +38,7 @@ commands:
     train     train a language model
     evaluate  evaluate a model or a checkpoint
     samples   show prompts, responses and rewards
+    env       check an environment, record and replay its episodes
     keygen    create a job's key
     version   print the versions of rlmesh and Python
 

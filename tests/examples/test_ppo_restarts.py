@@ -91,7 +91,8 @@ def test_a_small_job_survives_each_kind_of_death(tiny: Path, tmp_path: Path) -> 
     assert len(curve) == 11
     assert changed == ["ACTOR:0", "ACTOR:1", "CRITIC:0", "REFERENCE:0", "REWARD:0", "ROLLOUT:1", "TRAINER:0"]
     # The actor, the critic, and perhaps the trainer, which may die while a step is under way.
-    assert 0 <= curve[-1]["steps_lost"] <= 4, "each loses at most the steps since a checkpoint"
+    # A death right after a step that is saved may come before its checkpoint is complete.
+    assert 0 <= curve[-1]["steps_lost"] <= 8, "each loses at most the steps since a complete checkpoint"
 
 
 def trained_by(run_dir: Path) -> tuple[dict[str, Any], Curve]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
@@ -15,7 +13,6 @@ from rlmesh.rl.components import padded, policy_share
 from rlmesh.rl.engines.training.packed import PackedInputs, prepare
 from rlmesh.rl.packing import pack
 from rlmesh.rl.trainers.batches import joined, packs_of, shares_of
-from rlmesh.rl.trainers.progress import Progress
 from rlmesh.rl.trainers.settings import ActorSettings
 from tests.rl.episodes import Episodes, episodes_of, groups_of_episodes
 from tests.rl.test_packed_forward import make
@@ -93,11 +90,3 @@ def test_the_learning_rate_rises_and_falls_over_the_optimizer_steps() -> None:
     assert settings.lr_share(600, 100) == pytest.approx(0.1)
     assert settings.lr_share(700, 100) == pytest.approx(0.1)
     assert {ActorSettings().lr_share(update, 5) for update in range(9)} == {1.0}
-
-
-def test_lost_steps_are_part_of_the_progress(tmp_path: Path) -> None:
-    assert Progress.read(tmp_path) == Progress(0, 0, 0)
-    Progress(5, 4, 3).write(tmp_path)
-    assert Progress.read(tmp_path).lost == 3
-    (tmp_path / "progress.json").write_text('{"step": 2, "saved": 2}')
-    assert Progress.read(tmp_path) == Progress(2, 2, 0), "written by an older version"

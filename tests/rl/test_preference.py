@@ -9,8 +9,8 @@ from torch.nn.functional import logsigmoid
 
 from rlmesh.rl import reference
 from rlmesh.rl.algorithms import DPO, Evaluated, RewardModelling
+from rlmesh.rl.algorithms.preference import dpo, ranked_returns
 from rlmesh.rl.losses import ppo_clip_loss, value_clip_loss
-from rlmesh.rl.preference import dpo, ranked_returns
 
 
 def batch(pairs: int = 3, time: int = 5) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -21,6 +21,7 @@ from rlmesh.rl.trainers.run import Run
 from rlmesh.rl.trainers.settings import ActorSettings, CriticSettings, RolloutSettings, apply_overrides
 from tests.rl import run_job
 from tests.rl.run_job import ROWS, is_a
+from tests.rl.tiny import TEMPLATE, make_tokenizer
 
 
 def settings(**changes: Any) -> dict[str, Any]:
@@ -31,13 +32,13 @@ def test_all_faults_of_the_settings_come_in_one_message() -> None:
     with pytest.raises(UsageError) as raised:
         Run(
             **settings(
-                steps=0, batch_size="16", pipeline="one-step-off", train="fsdp", rewards=[],
+                steps=0, batch_size="16", pipeline="two-steps-off", train="fsdp", rewards=[],
                 actor=ActorSettings(lr=-1.0, ranks=0), rollout=RolloutSettings(temperature=0.0),
             )
         )  # fmt: skip
     text = str(raised.value)
     for fault in (
-        "steps=0 must be", "batch_size='16' must be a whole number", "pipeline='one-step-off': there is 'sync'",
+        "steps=0 must be", "batch_size='16' must be a whole number", "pipeline='two-steps-off': there is 'sync'",
         "train='fsdp'", "at least one reward", "actor.lr=-1.0", "actor.ranks=0", "rollout.temperature=0.0",
     ):  # fmt: skip
         assert fault in text
@@ -161,6 +162,10 @@ def raises(response: str) -> float:
         ({"data": [{"text": "a"}]}, "row 0 has no column 'prompt'"),
         ({"rewards": [wrong_length]}, "returned list of length 2 for 1 responses"),
         ({"rewards": [raises]}, "reward 'raises' fails on row 0"),
+        ({"rewards": [raises], "data": [{"question": "a>"}] * 8, "prompt_key": "question"}, "reward 'raises' fails"),
+        ({"rewards": [raises], "data": {}}, "data: a mixture is a mapping of files to weights"),
+        ({"data": [{"prompts": "a>"}] * 8}, "did you mean prompt_key='prompts'?"),
+        ({"data": [{"question": "a>"}] * 8, "prompt_key": "questions"}, "did you mean prompt_key='question'?"),
         ({"rewards": [Reward(is_a), raises], "validation": "/nowhere"}, "validation: "),
     ],
 )
@@ -168,6 +173,46 @@ def test_faults_are_told_before_any_process_starts(tiny: Path, changes: dict[str
     with pytest.raises(UsageError) as raised:
         small(tiny, **changes).submit()
     assert said in str(raised.value) and "the run cannot start" in str(raised.value)
+
+
+def test_faults_of_rewards_and_data_come_together_and_before_torch_is_loaded(tiny: Path) -> None:
+    program = (
+        "import sys\n"
+        "from tests.rl.test_run import raises, small, wrong_length\n"
+        "from pathlib import Path\n"
+        "from rlmesh.errors import UsageError\n"
+        "if __name__ == '__main__':\n"
+        "    run = small(Path(sys.argv[1]), rewards=[raises, wrong_length], batch_size=40)\n"
+        "    try: run.check()\n"
+        "    except UsageError as error: print(error)\n"
+        "    print(sorted(set(sys.modules) & {'torch', 'transformers'}))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program, str(tiny)], capture_output=True, text=True, timeout=60, check=True,
+        cwd=Path(__file__).parents[2],
+    )  # fmt: skip
+    for said in ("32 prompts are too few", "reward 'raises' fails on row 0", "returned list of length 2", "\n[]\n"):
+        assert said in done.stdout, done.stdout + done.stderr
+
+
+def test_rewards_are_tried_with_the_models_own_tokenizer_if_it_has_no_file(tiny: Path, tmp_path: Path) -> None:
+    for file in tiny.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    make_tokenizer(tmp_path, template=TEMPLATE)
+    rows = [{"prompt": [{"role": "user", "content": "ab"}], "ground_truth": "a"}] * 8
+    with pytest.raises(UsageError, match="reward 'raises' fails on row 0"):
+        small(tmp_path, data=rows, rewards=[raises]).check()
+    small(tmp_path, data=rows).check()
+
+
+def test_the_column_of_prompts_and_the_template_are_settings(tmp_path: Path) -> None:
+    template = "{% if quiet %}h{% endif %}" + TEMPLATE
+    tokenizer = make_tokenizer(tmp_path, template=template)
+    rows = [{"question": [{"role": "user", "content": "ab"}]}] * 2
+    run = Run(**settings(data=rows, prompt_key="question", template={"quiet": True}))
+    assert tokenizer.decode(run.dataset(tokenizer)[0].ids).replace(" ", "") == "hab>"
+    plain = replace(run, template={})
+    assert tokenizer.decode(plain.dataset(tokenizer)[0].ids).replace(" ", "") == "ab>"
 
 
 def test_a_model_without_a_tokenizer_is_told(tiny: Path, tmp_path: Path) -> None:

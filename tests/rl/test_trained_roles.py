@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from rlmesh import JobInfo, WorkerContext, acting_as
 from rlmesh.errors import SourceRestarted, UsageError
@@ -15,10 +18,11 @@ from rlmesh.rl.roles.actor import ActorRole
 from rlmesh.rl.roles.critic import CriticRole
 from rlmesh.rl.roles.defaults import run_settings
 from rlmesh.rl.roles.fused import ActorRollout
-from rlmesh.rl.trainers.progress import Progress, checkpoint_folder, remove_other_checkpoints
+from rlmesh.rl.trainers import here
+from rlmesh.rl.trainers.progress import Progress
 from rlmesh.rl.trainers.run import Run
 from rlmesh.rl.trainers.settings import ActorSettings
-from tests.rl.run_job import is_a
+from tests.rl.run_job import ROWS, is_a
 
 
 def worker(config: Any = None) -> WorkerContext:
@@ -49,6 +53,41 @@ def test_a_role_that_lost_steps_computes_nothing() -> None:
                 call()
 
 
+def test_a_model_that_begins_anew_leaves_the_old_one(tiny: Path, tmp_path: Path) -> None:
+    """Objects of a role are kept out of garbage collections once it is set up: those of the old engine must not be."""
+    run = Run(model=str(tiny), data=ROWS, rewards=[is_a], algorithm=GRPO(samples=2))
+    link: Any = None
+    job = JobInfo("job", "id", run)
+    with here._one_rank():
+        actor = here.RoleHere(WorkerContext(job, "ACTOR", 0, 1, link, run_dir=tmp_path), TrainedActor)
+        try:
+            actor.invoke("setup")
+            assert gc.get_freeze_count() > 0
+            made = actor._object
+            old, first = weakref.ref(made.engine.plain), next(made.engine.plain.parameters()).detach().clone()
+            with torch.no_grad():
+                next(made.engine.plain.parameters()).add_(1.0)
+            made.engine.steps = 3
+            actor.invoke("restore", 0)
+            assert old() is None and made.version == 0
+            assert torch.equal(next(made.engine.plain.parameters()), first)
+        finally:
+            actor.invoke("teardown")
+            gc.unfreeze()
+
+
+class TrainedActor(ActorRole):
+    """The actor, without receivers of its weights, and with a model that only a garbage collection can free."""
+
+    def make_model(self) -> Any:
+        model: Any = super().make_model()
+        model.itself = lambda: model
+        return model
+
+    def offer_weights(self) -> None:
+        pass
+
+
 def test_built_in_roles_need_a_run() -> None:
     settings = {"model": "m", "data": "d.jsonl", "rewards": [is_a], "algorithm": GRPO(samples=2)}
     with acting_as(worker(settings)):
@@ -62,10 +101,11 @@ def test_built_in_roles_need_a_run() -> None:
 
 def test_progress_is_read_as_it_was_written(tmp_path: Path) -> None:
     assert Progress.read(tmp_path) == Progress(0, 0)
-    Progress(7, 4).write(tmp_path)
-    assert Progress.read(tmp_path) == Progress(7, 4)
+    Progress(7, 4, "{}").write(tmp_path)
+    assert Progress.read(tmp_path) == Progress(7, 4, "{}")
     assert [path.name for path in tmp_path.iterdir()] == ["progress.json"]
-    for step in (2, 4, 6):
-        checkpoint_folder(tmp_path, step).mkdir(parents=True)
-    remove_other_checkpoints(tmp_path, 4)
-    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-000004"]
+    (tmp_path / "progress.json").write_text("")
+    assert Progress.read(tmp_path) == Progress(), "the machine failed"
+    (tmp_path / "progress.json").write_text('{"step": 2, "saved": 2}')
+    with pytest.raises(UsageError, match=r"progress\.json is of another version of rlmesh"):
+        Progress.read(tmp_path)

@@ -39,6 +39,9 @@ __all__ = ["Observer"]
 logger = logging.getLogger(__name__)
 
 
+QUIET_S = 0.1
+"""Seconds after the last member is there until what a failure needs is imported: an import during a failure would delay
+the news of it."""
 USAGE_S = 1.0
 METHODS_S = 2.0
 """Seconds that a scrape waits for a node."""
@@ -127,6 +130,8 @@ class Observer:
         if context.stage != self._stage:
             self._log.add({"at": round(shown_at, 6), "event": "Stage", "before": self._stage, "now": context.stage})
             self._stage = context.stage
+            if context.stage == "running":
+                asyncio.get_running_loop().call_later(QUIET_S, _load_stacks)
         draw(context)
         if isinstance(event, ev.MemberBound) and context.spec.observe.timeline:
             self._runtime.peer(CONTROL, event.endpoint, incarnation=event.incarnation).notify("note_calls")
@@ -193,6 +198,10 @@ class Observer:
         if self._server is not None:
             await self._server.close()
         self._log.close()
+
+
+def _load_stacks() -> None:
+    import rlmesh.master.monitoring.member_stacks  # noqa: F401
 
 
 def draw(context: JobContext) -> None:

@@ -11,7 +11,8 @@ __all__ = ["DPO", "RewardModelling"]
 
 @dataclass(frozen=True)
 class DPO(Algorithm):
-    """Direct preference optimisation (:func:`rlmesh.rl.preference.dpo`). Rows have ``chosen`` and ``rejected``.
+    """Direct preference optimisation (:func:`rlmesh.rl.algorithms.preference.dpo`). Rows have ``chosen`` and
+    ``rejected``.
 
     Attributes:
         beta: weight of the divergence from the reference.
@@ -33,7 +34,7 @@ class DPO(Algorithm):
         return frozenset(["reference"])
 
     def weigh(self, batch: Evaluated) -> TokenWeights:
-        from rlmesh.rl.preference import dpo
+        from rlmesh.rl.algorithms.preference import dpo
 
         if batch.ref_log_probs is None:
             raise ValueError("the batch has no log-probabilities of the reference")
@@ -46,8 +47,8 @@ class DPO(Algorithm):
 
 @dataclass(frozen=True)
 class RewardModelling(Algorithm):
-    """Training of a reward model on pairs (:func:`rlmesh.rl.preference.ranked_returns`). Rows have ``chosen`` and
-    ``rejected``; the run leaves a model for :class:`rlmesh.rl.rewards.model.RewardModel`."""
+    """Training of a reward model on pairs (:func:`rlmesh.rl.algorithms.preference.ranked_returns`). Rows have
+    ``chosen`` and ``rejected``; the run leaves a model for :class:`rlmesh.rl.rewards.model.RewardModel`."""
 
     value_clip = None
     """The critic's error is not clipped."""
@@ -65,7 +66,7 @@ class RewardModelling(Algorithm):
         return False
 
     def weigh(self, batch: Evaluated) -> TokenWeights:
-        from rlmesh.rl.preference import ranked_returns
+        from rlmesh.rl.algorithms.preference import ranked_returns
 
         if batch.values is None:
             raise ValueError("the batch has no values of a critic")

@@ -68,6 +68,7 @@ class Evaluated:
         values: ``[episodes, time]``, before each token was sampled, for an algorithm that needs a critic.
         greedy_rewards: ``[episodes]``, for an algorithm that needs them.
         cut_off: ``[episodes]``, True where the episode was ended by a limit.
+        current: ``[episodes]``, True where the weights before the step sampled the whole episode; ``None``: all.
     """
 
     mask: Tensor
@@ -80,6 +81,7 @@ class Evaluated:
     values: Tensor | None = None
     greedy_rewards: Tensor | None = None
     cut_off: Tensor | None = None
+    current: Tensor | None = None
 
     @property
     def usable(self) -> Tensor:

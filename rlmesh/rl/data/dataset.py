@@ -91,7 +91,7 @@ class RLHFDataset:
                 continue
             try:
                 ids = prompt_ids(tokenizer, row[prompt_key], **(template or {}))
-            except UsageError as error:
+            except Exception as error:  # the tokenizer's, or that of a template that a user wrote
                 raise UsageError(f"{self.name}, row {index}: {error}") from error
             if not ids:
                 empty += 1

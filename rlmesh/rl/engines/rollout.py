@@ -30,8 +30,9 @@ PauseMode = Literal["abort", "wait", "keep"]
 """The treatment of running requests in a pause. ``abort``: they end at once. ``wait``: the pause begins when they have
 ended. ``keep``: they stop, and continue after the pause, with the weights of that time."""
 
-FinishReason = Literal["stop", "length", "abort"]
-"""``stop``: an end token, which is the last of the tokens. ``length``: ``max_tokens``. ``abort``: a pause."""
+FinishReason = Literal["stop", "length", "time", "abort"]
+"""``stop``: an end token, which is the last of the tokens. ``length``: ``max_tokens``. ``time``: ``time_limit_s``.
+``abort``: a pause."""
 
 SleepLevel = Literal[1, 2]
 """1: weights are moved to the host, caches are dropped. 2: weights are dropped too, and must be pushed again."""
@@ -57,6 +58,8 @@ class SamplingParams:
             and as often as the token occurs. Penalties come before the temperature. A policy that is sampled with them
             is another policy than the trainer's: correct its samples (:mod:`rlmesh.rl.correction`).
         stop: texts that end a response, with the token that completes one. The engine needs a tokenizer for them.
+        time_limit_s: seconds, from its first token on, after which a response ends with the tokens that it has; None:
+            no limit. Engines that have none refuse it.
     """
 
     max_tokens: int
@@ -70,14 +73,15 @@ class SamplingParams:
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     stop: tuple[str, ...] = ()
+    time_limit_s: float | None = None
 
     def __post_init__(self) -> None:
         if not self._is_right():
             raise ValueError(
                 "max_tokens must be a whole number ≥ 1, temperature a number ≥ 0, top_k a whole number ≥ 0 (0: all), "
                 "top_p in (0, 1], min_p in [0, 1), repetition_penalty > 0, presence_penalty and frequency_penalty in "
-                "[-2, 2], stop_token_ids whole numbers, stop a tuple of texts that are not empty, and seed a whole "
-                f"number or None: {self}"
+                "[-2, 2], stop_token_ids whole numbers, stop a tuple of texts that are not empty, time_limit_s > 0 or "
+                f"None, and seed a whole number or None: {self}"
             )
 
     def _is_right(self) -> bool:
@@ -88,7 +92,8 @@ class SamplingParams:
             penalties = penalties and 0 < self.repetition_penalty < inf
             stop: Any = self.stop
             texts = isinstance(stop, tuple) and all(isinstance(text, str) and text for text in stop)
-            return sizes and penalties and texts and 0 <= self.temperature < inf
+            limit = self.time_limit_s is None or self.time_limit_s > 0
+            return sizes and penalties and texts and limit and 0 <= self.temperature < inf
         except TypeError:
             return False
 

@@ -12,6 +12,7 @@ holds the gate until all running requests have ended.
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections import deque
@@ -66,6 +67,8 @@ class _PendingSample:
 
     growing: Growing
     future: Future[Sample]
+    ends_at: float = math.inf
+    """The time at which its time limit ends it; infinite before it has begun, and without a limit."""
 
     def finish(self) -> None:
         if self.future.set_running_or_notify_cancel():
@@ -88,6 +91,9 @@ class TransformersEngine:
         mode: where new weights are written: ``double_buffer``: to a second set; ``in_place``: over those in use.
         version: the version of the model's current weights; None: serve nothing before the first push.
         max_batch: responses that are sampled together; further requests wait for a free slot.
+        keep_cache: with ``pause_mode="keep"``, responses go on with the keys and values that earlier weights computed,
+            instead of computing them anew (in-flight weight updates; Piché et al. 2025, arXiv:2509.19128). The
+            log-probabilities of a sample are always those that its tokens were drawn with.
         lora: the options of the trainer's adapter: the engine adds such an adapter to the model, and takes the
             adapter's tensors only. The adapter is computed beside the weights, which stay as they are, so that pushes
             leave no rounding behind.
@@ -99,7 +105,7 @@ class TransformersEngine:
     def __init__(
         self, model: nn.Module, *, pad_token_id: int = 0, stop_token_ids: Sequence[int] | None = None,
         tokenizer: Any = None, pause_mode: PauseMode = "wait", mode: str = "double_buffer", version: int | None = None,
-        max_batch: int = 64, lora: LoraOptions | None = None, who: str = "the engine",
+        max_batch: int = 64, keep_cache: bool = False, lora: LoraOptions | None = None, who: str = "the engine",
         clock: Callable[[], float] = time.monotonic,
     ) -> None:  # fmt: skip
         if mode not in ("double_buffer", "in_place"):
@@ -109,7 +115,7 @@ class TransformersEngine:
             raise UsageError(f"max_batch={max_batch!r}: it is a whole number ≥ 1")
         stops = _end_tokens(model) if stop_token_ids is None else list(stop_token_ids)
         self.model = model if lora is None else add_adapter(model, lora).eval()
-        self.pause_mode = pause_mode
+        self.pause_mode, self.keep_cache = pause_mode, keep_cache
         self.gate = VersionGate(who)
         self.gate.set_version(version)
         self._sink = _Sink(self.model, mode, self.gate, lora=lora is not None)
@@ -121,6 +127,8 @@ class TransformersEngine:
         self._closed = False
         self._tokens, self._busy_s = 0, 0.0
         self._given_up = _GivenUp()
+        self._soonest = math.inf
+        """The first time at which a time limit ends a response."""
         self._batch = ContinuousBatch(self.model, stop_token_ids=stops, pad=pad_token_id, most_rows=max_batch)
         self._state = threading.Condition()
         """Guards the fields below; notified when a request ends or may be let in."""
@@ -145,15 +153,21 @@ class TransformersEngine:
     # Requests.
 
     def submit(self, prompt: Sequence[int], params: SamplingParams, *, timeout_s: float = 600.0) -> Future[Sample]:
-        (checked,) = checked_rows([prompt], self._vocabulary, what="prompt")
-        return self._let_in([checked], params, timeout_s)[0]
+        return self.submit_all([prompt], [params], timeout_s=timeout_s)[0]
+
+    def submit_all(
+        self, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams], *, timeout_s: float = 600.0
+    ) -> list[Future[Sample]]:
+        """Start several requests at once, each with parameters of its own, so that they begin with the same token."""
+        return self._let_in(checked_rows(prompts, self._vocabulary, what="prompt"), params, timeout_s)
 
     def generate(
         self, prompts: Sequence[Sequence[int]], params: SamplingParams, *, timeout_s: float = 600.0
     ) -> list[Sample]:
         prompts = checked_rows(prompts, self._vocabulary, what="prompt")
+        checked_params(params, can_decode=self._decode is not None)
         deadline = self._clock() + timeout_s
-        futures = self._let_in(prompts, params, timeout_s)
+        futures = self._let_in(prompts, [params] * len(prompts), timeout_s, by_row=True)
         try:
             return [future.result(max(deadline - self._clock(), 0.0)) for future in futures]
         except TimeoutError:
@@ -164,13 +178,17 @@ class TransformersEngine:
             for future in futures:
                 future.cancel()
 
-    def _let_in(self, prompts: Sequence[list[int]], params: SamplingParams, timeout_s: float) -> list[Future[Sample]]:
-        params = checked_params(params, can_decode=self._decode is not None)
+    def _let_in(
+        self, prompts: Sequence[list[int]], params: Sequence[SamplingParams], timeout_s: float, *, by_row: bool = False
+    ) -> list[Future[Sample]]:
+        """Queue requests. ``by_row``: they have one seed together, from which each makes one by its row."""
+        for each in {id(one): one for one in params}.values():
+            checked_params(each, can_decode=self._decode is not None)
         if not prompts:
             return []
         requests = [
-            _PendingSample(Growing(prompt, params, row, self._decode), _SampleFuture(self._given_up))
-            for row, prompt in enumerate(prompts)
+            _PendingSample(Growing(prompt, each, row if by_row else 0, self._decode), _SampleFuture(self._given_up))
+            for row, (prompt, each) in enumerate(zip(prompts, params, strict=True))
         ]
         deadline = self._clock() + timeout_s
         with self._state:
@@ -219,6 +237,8 @@ class TransformersEngine:
                 for request in [request for request in self._running.values() if request.future.cancelled()]:
                     self._take_out(request)
                 self._queue = deque(request for request in self._queue if not request.future.cancelled())
+            if self._clock() >= self._soonest:
+                self._end_late()
             if self._ending:
                 self._end_all()
             elif self._closed:
@@ -229,6 +249,15 @@ class TransformersEngine:
             self._thread = None
             self._state.notify_all()
             return False
+
+    def _end_late(self) -> None:
+        """End the responses whose time is over."""
+        now = self._clock()
+        for request in [request for request in self._running.values() if request.ends_at <= now]:
+            self._take_out(request)
+            request.growing.finish("time")
+            request.finish()
+        self._soonest = min((request.ends_at for request in self._running.values()), default=math.inf)
 
     def _take_out(self, request: _PendingSample) -> None:
         del self._running[request.growing]
@@ -286,9 +315,13 @@ class TransformersEngine:
                 self._seen = self._sink.changes
                 if self.pause_mode == "abort":
                     self._end_begun()
-                self._batch.restart()
+                if not (self.keep_cache and self.pause_mode == "keep"):
+                    self._batch.restart()
             while self._queue and self._batch.room:
                 request = self._queue.popleft()
+                if (limit_s := request.growing.params.time_limit_s) is not None:
+                    request.ends_at = self._clock() + limit_s
+                    self._soonest = min(self._soonest, request.ends_at)
                 self._running[request.growing] = request
                 self._batch.add(request.growing)
         before = sum(len(growing.tokens) for growing in self._running)

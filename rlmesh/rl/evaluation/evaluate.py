@@ -12,9 +12,9 @@ from typing import Any
 from rlmesh import private_files
 from rlmesh.errors import UsageError
 from rlmesh.rl.algorithms.protocol import Algorithm
+from rlmesh.rl.checkpoints.store import checkpoint_folder, read_checkpoint, saved_step
 from rlmesh.rl.evaluation.settings import SampleSettings
 from rlmesh.rl.trainers.job import build
-from rlmesh.rl.trainers.progress import Progress, checkpoint_folder
 from rlmesh.rl.trainers.run import Run
 from rlmesh.rl.trainers.settings import LoraSettings
 
@@ -56,15 +56,15 @@ def of_run_directory(run_dir: Path, run: Run, step: int | None = None) -> dict[s
         step: of a checkpoint; ``None``: the trained model, or, if the training has not ended, the last checkpoint.
 
     Raises:
-        UsageError: there are no such weights; names those that there are.
+        UsageError: there are no such weights (names those that there are), or the checkpoint is not complete.
     """
     model = run_dir / "model"
     if step is None and (model / "config.json").is_file():
         return {"model": str(model)}
-    saved = Progress.read(run_dir).saved if step is None else step
-    folder = checkpoint_folder(run_dir, saved) / "actor"
+    saved = saved_step(run_dir) if step is None else step
+    folder = checkpoint_folder(run_dir, saved)
     if saved and folder.is_dir():
-        return {"checkpoint": str(folder.absolute())}
+        return {"checkpoint": str(read_checkpoint(folder).require_part("actor").absolute())}
     steps = sorted(int(one.name.partition("-")[2]) for one in (run_dir / "checkpoints").glob("step-*"))
     there = f"checkpoints of steps {', '.join(map(str, steps))}" if steps else "no checkpoint"
     trained = " and a trained model" if model.is_dir() else ""
@@ -105,6 +105,7 @@ def evaluate(
         "model": run.model if model is None else model,
         "data": prompts, "validation": prompts, "batch_size": 1, "algorithm": Algorithm(),
         "placement": "auto" if run.placement == "fused" else run.placement,
+        "pipeline": "sync", "resume": "auto", "restore": None, "keep_best": "",
         "sample_files": SampleSettings(most_mib=run.sample_files.most_mib),
     }  # fmt: skip
     if checkpoint is None:

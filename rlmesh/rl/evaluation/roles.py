@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 from rlmesh import current_worker, private_files
+from rlmesh.rl.data.loader import PromptLoader
 from rlmesh.rl.roles.actor import ActorRole
 from rlmesh.rl.roles.trained import TRAINING
 from rlmesh.rl.trainers.trainer import Trainer
+from rlmesh.rl.trainings.given import GivenBuffer
 
 __all__ = ["EvaluatedActor", "Evaluator"]
 
@@ -27,6 +30,9 @@ class EvaluatedActor(ActorRole):
 
 class Evaluator(Trainer):
     """Validates once."""
+
+    def make_buffer(self, loader: PromptLoader) -> Any:
+        return GivenBuffer(lambda drawn: [], loader)
 
     def run(self) -> None:
         for role in (self.engines, self.actor) if self.shares else ():

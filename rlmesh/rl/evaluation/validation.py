@@ -73,7 +73,7 @@ class Validation:
         run = trainer.settings
         possible = (
             run.evaluation.background
-            and run.pipeline == "sync"
+            and run.schedule.staleness == 0
             and step < run.steps
             and not trainer.shares
             and trainer.engines is not trainer.actor

@@ -1,4 +1,4 @@
-"""Twins of :mod:`rlmesh.rl.preference`."""
+"""Twins of :mod:`rlmesh.rl.algorithms.preference`."""
 
 from __future__ import annotations
 

@@ -65,7 +65,7 @@ class RewardModel:
         model: a folder or hub name of the model and its tokenizer.
         weight: in the sum of an episode's rewards.
         name: in metrics. It also names the role: ``REWARD``, or ``REWARD_NAME`` for another name than the default.
-        sources: names of data sets whose rows it scores; it abstains on others. Empty: all rows.
+        sources: the name of a data set whose rows it scores, or names; it abstains on others. Empty: all rows.
         label: name or number of the label, for models with several.
         inputs: ``"text"``: prompt and response in the format of the model's own tokenizer (its chat template for
             messages). ``"ids"``: the tokens as they were sampled; both tokenizers must have the same vocabulary.
@@ -83,7 +83,7 @@ class RewardModel:
     model: str
     weight: float = 1.0
     name: str = "reward_model"
-    sources: tuple[str, ...] = ()
+    sources: str | Sequence[str] = ()
     label: str | int | None = None
     inputs: Inputs = "text"
     members: int = 1

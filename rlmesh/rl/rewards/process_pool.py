@@ -26,10 +26,12 @@ from pebble import ProcessExpired, ProcessPool
 from rlmesh.rl.rewards.outcomes import to_outcome, to_outcomes
 from rlmesh.rl.types import Failed, Outcome
 
-__all__ = ["ScoringPool"]
+__all__ = ["PROCESS_DIED", "ScoringPool"]
 
 logger = logging.getLogger(__name__)
 
+PROCESS_DIED = "the scorer's process ended"
+"""Begins the reason of a failure that a scorer's death has caused."""
 _PR_SET_PDEATHSIG = 1
 
 _functions: dict[str, Callable[..., Any]] = {}
@@ -139,7 +141,7 @@ class ScoringPool:
         except CancelledError:
             return Failed("the pool was closed")
         except ProcessExpired as error:
-            return Failed(f"the scorer's process ended with exit code {error.exitcode}")
+            return Failed(f"{PROCESS_DIED} with exit code {error.exitcode}")
         except BaseException as error:
             return Failed(f"{type(error).__name__}: {error}")
 

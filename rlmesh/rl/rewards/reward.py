@@ -70,7 +70,7 @@ class Reward:
         function: scores one response, or a batch of them.
         weight: in the sum of an episode's rewards.
         name: in metrics; ``""``: that of the function.
-        sources: names of data sets whose rows it scores; it abstains on others. Empty: all rows.
+        sources: the name of a data set whose rows it scores, or names; it abstains on others. Empty: all rows.
         inline: call it in this process, without a deadline. Otherwise functions run in a process pool, which kills
             calls that hang. Async functions run in this process in any case.
         timeout_s: of one call; of a batch, for functions that take lists.
@@ -80,7 +80,7 @@ class Reward:
     function: Callable[..., Any]
     weight: float = 1.0
     name: str = ""
-    sources: tuple[str, ...] = ()
+    sources: str | Sequence[str] = ()
     inline: bool = False
     timeout_s: float = 10.0
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -184,8 +184,15 @@ def ground_truth_of(row: Mapping[str, Any]) -> Any:
 
 
 def source_names(given: Any) -> tuple[str, ...]:
-    """Names of data sets as a tuple; a text is one name."""
-    return (given,) if isinstance(given, str) else tuple(given)
+    """Names of data sets as a tuple; a text is one name.
+
+    Raises:
+        UsageError: they are no names.
+    """
+    names = (given,) if isinstance(given, str) else tuple(given)
+    if not all(isinstance(name, str) and name for name in names):
+        raise UsageError(f"sources={given!r} must be the name of a data set, or a list of names")
+    return names
 
 
 def _name_of(function: Callable[..., Any]) -> str:

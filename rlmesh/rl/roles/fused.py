@@ -19,8 +19,9 @@ from rlmesh.rl.packing import Pack
 from rlmesh.rl.roles.actor import ActorRole
 from rlmesh.rl.roles.host_copy import HostCopy
 from rlmesh.rl.roles.reference import REFERENCE, FrozenPolicy
-from rlmesh.rl.roles.rollout import ROLLOUT, engine_params, make_rollout_engine
+from rlmesh.rl.roles.rollout import ROLLOUT, engine_params, make_rollout_engine, sample_groups
 from rlmesh.rl.roles.trained import TRAINING
+from rlmesh.rl.rollout.requests import GroupRequest
 
 __all__ = ["ActorRollout", "ActorRolloutRef"]
 
@@ -66,6 +67,12 @@ class ActorRollout(ActorRole):
         """One sample per prompt. The engine's seed is made of the call's seed and the rank."""
         with self.turns.turn(ROLLOUT):
             return self.rollout_engine.generate(prompts, engine_params(params, current_worker().rank))
+
+    @rpc
+    def sample_in_turn(self, requests: Sequence[GroupRequest], params: SamplingParams) -> list[list[Sample]]:
+        """The samples of each request, with the requests' own seeds."""
+        with self.turns.turn(ROLLOUT):
+            return sample_groups(self.rollout_engine, requests, params)
 
 
 class ActorRolloutRef(ActorRollout):

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 from collections.abc import Sequence
+from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
 from rlmesh import ReceivesWeights, current_worker, rpc
 from rlmesh.rl.engines.rollout import RolloutEngine, Sample, SamplingParams
 from rlmesh.rl.roles.defaults import choose_device, keep_objects, run_settings
 from rlmesh.rl.roles.turns import TakesTurns
+from rlmesh.rl.rollout.requests import GroupRequest
 
 if TYPE_CHECKING:
     from rlmesh.rl.trainers.run import Run
@@ -17,6 +20,8 @@ if TYPE_CHECKING:
 __all__ = ["ROLLOUT", "RolloutRole", "engine_params", "make_rollout_engine"]
 
 ROLLOUT = "rollout"
+SAMPLE_S = 24 * 3600.0
+"""Seconds after which responses are given up that no limit of the run has ended."""
 SEEDS = 1009
 """Seeds per call: engine number n takes the n-th of them, so that no two engines and calls share a seed."""
 
@@ -58,6 +63,50 @@ class RolloutRole(TakesTurns, ReceivesWeights):
         with self.turns.turn(ROLLOUT):
             return self.engine.generate(prompts, engine_params(params, self.rank))
 
+    @rpc(concurrent=4096)
+    async def sample(self, requests: Sequence[GroupRequest], params: SamplingParams) -> list[list[Sample]]:
+        """The samples of each request, with the requests' own seeds. Calls run beside each other, and beside pushes;
+        the engine must have its devices to itself."""
+        futures = await asyncio.to_thread(submit_groups, self.engine, requests, params)
+        try:
+            samples = iter(await asyncio.gather(*map(asyncio.wrap_future, futures)))
+        finally:
+            for future in futures:
+                future.cancel()
+        return [[next(samples) for _ in request.seeds] for request in requests]
+
+    @rpc
+    def sample_in_turn(self, requests: Sequence[GroupRequest], params: SamplingParams) -> list[list[Sample]]:
+        """As `sample`, for an engine that shares its devices."""
+        with self.turns.turn(ROLLOUT):
+            return sample_groups(self.engine, requests, params)
+
+
+def submit_groups(
+    engine: RolloutEngine, requests: Sequence[GroupRequest], params: SamplingParams
+) -> list[Future[Sample]]:
+    """Start the responses of requests on an engine: one future per response, in order."""
+    prompts = [request.prompt for request in requests for _ in request.seeds]
+    each = [dataclasses.replace(params, seed=seed) for request in requests for seed in request.seeds]
+    submit_all = getattr(engine, "submit_all", None)
+    if submit_all is None:
+        return [engine.submit(prompt, own) for prompt, own in zip(prompts, each, strict=True)]
+    found: list[Future[Sample]] = submit_all(prompts, each)
+    return found
+
+
+def sample_groups(
+    engine: RolloutEngine, requests: Sequence[GroupRequest], params: SamplingParams
+) -> list[list[Sample]]:
+    """The samples of each request; waits for them."""
+    futures = submit_groups(engine, requests, params)
+    try:
+        samples = iter([future.result(SAMPLE_S) for future in futures])
+    finally:
+        for future in futures:
+            future.cancel()
+    return [[next(samples) for _ in request.seeds] for request in requests]
+
 
 def engine_params(params: SamplingParams, rank: int) -> SamplingParams:
     """The parameters for one engine: its seed is made of the call's seed and the engine's rank."""
@@ -84,6 +133,8 @@ def make_rollout_engine(run: Run, *, sleeps: bool = False) -> RolloutEngine:
         tokenizer = AutoTokenizer.from_pretrained(run.model)
         pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else (tokenizer.eos_token_id or 0)
         mode: dict[str, Any] = {"mode": "in_place"} if sleeps else {}
+        if not run.schedule.drains:
+            mode |= {"pause_mode": "keep", "keep_cache": True}
         options = {**mode, "lora": run.actor.lora.options(), "tokenizer": tokenizer, **settings.options}
         return TransformersEngine(model, pad_token_id=pad, **options)
     from rlmesh.rl.engines.vllm.async_engine import AsyncVllmEngine

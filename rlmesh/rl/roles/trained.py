@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,13 +16,16 @@ from torch import Tensor, nn
 from rlmesh import current_worker, rpc
 from rlmesh.errors import SourceRestarted, UsageError
 from rlmesh.rl.algorithms.protocol import Normalisers
+from rlmesh.rl.checkpoints.restoring import beginning_of
+from rlmesh.rl.checkpoints.state import seed_generators
+from rlmesh.rl.checkpoints.store import checkpoint_folder, read_checkpoint, saved_step
 from rlmesh.rl.components import Columns
+from rlmesh.rl.engines.training import ranks
 from rlmesh.rl.engines.training.packed import PackedBatch
-from rlmesh.rl.engines.training.protocol import StepReport, TrainingEngine, TrainingOptions
+from rlmesh.rl.engines.training.protocol import Saving, StepReport, TrainingEngine, TrainingOptions
 from rlmesh.rl.packing import Pack
 from rlmesh.rl.roles.defaults import choose_device, keep_objects, run_settings
 from rlmesh.rl.roles.turns import TakesTurns
-from rlmesh.rl.trainers.progress import Progress, checkpoint_folder
 from rlmesh.rl.trainers.settings import ActorSettings
 
 if TYPE_CHECKING:
@@ -58,6 +63,10 @@ class TrainedRole(TakesTurns):
     section: str
     """The name of the role's settings in the run, and of its folder in a checkpoint."""
     engine: TrainingEngine
+    saving: tuple[int, Saving] | None = None
+    """The checkpoint that was begun last: step of the run, and its progress."""
+    begun = False
+    """True if the weights come from the beginning of the run, or from a checkpoint of it."""
 
     def setup(self) -> None:
         self.run_settings: Run = run_settings()
@@ -69,7 +78,8 @@ class TrainedRole(TakesTurns):
         self.turns = self.make_turns()
         with self.turns.lease():
             self.make_parts()
-            self.restore(Progress.read(self.run_dir).saved)
+            # One rank decides: the trainer may complete a checkpoint at any moment.
+            self.restore(ranks.from_first(saved_step(self.run_dir)))
         keep_objects()
 
     def teardown(self) -> None:
@@ -92,6 +102,8 @@ class TrainedRole(TakesTurns):
 
     def train(self, shares: Sequence[Share], loss: Any) -> list[StepReport]:
         """Make an optimizer step on each of this rank's shares of a batch, in each epoch."""
+        here = current_worker()
+        seed_generators(self.run_settings.seed, self.version + 1, (here.role, here.rank))
         reports = []
         for epoch in range(self.settings.epochs):
             if epoch:
@@ -139,26 +151,61 @@ class TrainedRole(TakesTurns):
         """Go to the weights and the optimizer state of a step.
 
         Nothing is done if they are here already. Else they come from the step's checkpoint, or, for step 0, from the
-        initial model.
+        initial model and the checkpoint that ``Run(restore=…)`` names.
 
         Raises:
-            UsageError: the step has no checkpoint.
+            UsageError: the step has no checkpoint, or a part of it is torn or was altered.
         """
-        if self.version == step and self.engine.steps % self.settings.updates == 0:
+        self.end_saving()
+        as_made = step == 0 and not self.begun and self.run_settings.restore is None
+        if as_made or (self.begun and self.version == step and self.engine.steps % self.settings.updates == 0):
+            self.begun = True
             return
         with self.turns.turn(TRAINING):
             if step:
-                self.engine.load(checkpoint_folder(self.run_dir, step) / self.section)
+                checkpoint = read_checkpoint(checkpoint_folder(self.run_dir, step))
+                self.engine.load(checkpoint.require_part(self.section))
             else:
-                self.engine.close()
-                self.engine = self.make_engine()
+                if self.begun:
+                    self.engine.close()
+                    gc.unfreeze()  # the old engine is to be collected, and no longer kept
+                    self.engine = self.make_engine()
+                    keep_objects()
+                if beginning := beginning_of(self.run_settings):
+                    beginning.load(self.section, self.engine)
+        self.begun = True
 
     @rpc
-    def save(self, version: int) -> None:
-        """Write a checkpoint of a finished step, and return once it is complete on all ranks."""
+    def save(self, version: int) -> str:
+        """Copy the state of a finished step, and begin to write it. Returns the fault that prevents it, or ``""``."""
         self.require(version)
+        self.end_saving()
         with self.turns.turn(TRAINING):
-            self.engine.save(checkpoint_folder(self.run_dir, self.version) / self.section).result()
+            try:
+                self.saving = version, self.engine.save(checkpoint_folder(self.run_dir, version) / self.section)
+            except OSError as error:
+                return str(error)
+        return ""
+
+    @rpc(concurrent=2)
+    def saved(self, version: int, wait_s: float) -> str | None:
+        """The end of what `save` began: ``""`` if this part is complete on all ranks, else the fault; ``None`` if it
+        is still being written after ``wait_s`` seconds."""
+        if self.saving is None or self.saving[0] != version:
+            return f"{current_worker().name} restarted while it wrote step {version}"
+        try:
+            self.saving[1].result(wait_s)
+        except TimeoutError:
+            return None
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+        return ""
+
+    def end_saving(self) -> None:
+        """Wait until no checkpoint is being written."""
+        if self.saving is not None:
+            with suppress(Exception):  # told by `saved`
+                self.saving[1].result()
 
 
 def make_engine(kind: str, model: nn.Module, settings: ActorSettings, steps: int) -> TrainingEngine:

@@ -1,51 +1,325 @@
-"""`SampleBuffer`: the groups between sampling and training. This is its smallest form: sampling happens on demand."""
+"""`SampleBuffer`: the groups between sampling and training, and the rules for the order in which they are sampled and
+trained. No I/O, no threads.
+
+The prompts of a run form one endless sequence of positions, which seed and epoch determine. Each position has one slot,
+which is freed only when its group is trained, dropped or failed::
+
+    drawn → sampling → sampled → trained
+                                 dropped   all responses have the same reward, and others are drawn instead
+                                 failed    no response has a reward, or the prompt kills engines or scorers
+
+**Order.** A step trains on the first ``batch_size`` slots in drawing order that are neither dropped nor failed. A group
+with a slow answer is waited for, never overtaken, so the length of an answer has no influence on whether, or how often,
+its prompt is trained.
+
+**Staleness.** A slot may be asked for only if, trained in the step that its place in the order gives, it is within the
+bound. Slots before it that are dropped only make that step earlier. `take` checks the bound again.
+
+**Back-pressure.** So the bound limits the number of slots too: engines wait when no further slot may be asked for.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Protocol
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import Any, Literal
 
-from rlmesh.rl.data.loader import Drawn, PromptLoader
 from rlmesh.rl.types import Group
 
-__all__ = ["Buffer", "SampleBuffer"]
+__all__ = ["GroupSlot", "SampleBuffer", "SlotState"]
 
-Sampler = Callable[[Sequence[Drawn], int], list[Group]]
-"""(prompts, step) → one group per prompt, in order."""
+SlotState = Literal["drawn", "sampling", "sampled", "trained", "dropped", "failed"]
 
 
-class Buffer(Protocol):
-    """The interface that every pipeline offers to the training loop."""
+@dataclass(slots=True, eq=False)
+class GroupSlot:
+    """The place of one prompt's group.
 
-    def take(self, step: int) -> list[Group]:
-        """The groups of a step, in the order of its prompts. They count as in use until `free` is called."""
-        ...
+    Attributes:
+        position: in the sequence of prompts.
+        key: (epoch, index of the prompt in the data).
+        state: see the module.
+        step: the step that trains the group, or for which it was dropped or failed.
+        versions: oldest and newest version that sampled a token; None before sampling.
+        asked: number of times that an engine was asked for the group.
+        deaths: number of deaths of engines that were sampling the group.
+        scored: the group has the outcomes of its rewards.
+        reason: of the last change, for people.
+        group: the responses.
+    """
 
-    def free(self, step: int) -> None:
-        """Report that the groups of a step are done with: trained on, dropped or failed."""
-        ...
+    position: int
+    key: tuple[int, int]
+    state: SlotState = "drawn"
+    step: int | None = None
+    versions: tuple[int, int] | None = None
+    asked: int = 0
+    deaths: int = 0
+    scored: bool = False
+    reason: str = ""
+    group: Group | None = field(default=None, repr=False)
+
+    @property
+    def ready(self) -> bool:
+        """True if the group may be trained."""
+        return self.state == "sampled" and self.scored
 
 
 class SampleBuffer:
-    """Samples a step's prompts when the step begins, so that nothing is ever stale.
+    """Not thread-safe.
 
     Args:
-        loader: gives the prompts of each step.
-        sample: makes groups of prompts.
+        batch_size: groups per step.
+        staleness: the most that a group may have when it is trained (`rlmesh.rl.rollout.pipeline.Pipeline`).
+        steps: of the run; nothing is drawn for later ones.
+        extra: slots that may be asked for beyond those that the bound needs, so that groups that are dropped have a
+            replacement at once. A group that is too old when its step comes is asked for again.
+        refill: for each step, at most ``refill * batch_size`` groups are dropped; further ones are kept.
+        record: called with each slot after each change of its state.
     """
 
-    def __init__(self, loader: PromptLoader, sample: Sampler) -> None:
-        self._loader, self._sample = loader, sample
-        self._taken: set[int] = set()
+    def __init__(
+        self, batch_size: int, staleness: int, steps: int, *, extra: int = 0, refill: float = 0.0,
+        record: Callable[[GroupSlot], object] = lambda slot: None,
+    ) -> None:  # fmt: skip
+        self.batch_size, self.staleness, self.steps, self.extra = batch_size, staleness, steps, extra
+        self._most_dropped = int(refill * batch_size)
+        self._record = record
+        self._live: dict[int, GroupSlot] = {}
+        self._taken: list[GroupSlot] = []
+        self._lost: dict[tuple[int, str], int] = {}
+        self.deaths: dict[int, int] = {}
+        """Deaths of engines by position; a return to a checkpoint does not undo them."""
+        self.poison: dict[int, str] = {}
+        """Positions whose prompts kill engines or scorers, and the reasons: their slots fail as soon as they are
+        drawn."""
+        self.cursor = 0
+        """The next position to draw."""
+        self.step = 1
+        """The next step to take."""
+        self.version: int | None = None
+        """The version that the engines serve; None: none."""
+        self.renewed = 0
+        """The number of groups that `take` found too old."""
 
-    def take(self, step: int) -> list[Group]:
-        self._taken.add(step)
-        return self._sample(self._loader.batch(step - 1), step)
-
-    def free(self, step: int) -> None:
-        self._taken.discard(step)
+    # Drawing and sampling.
 
     @property
-    def taken(self) -> frozenset[int]:
-        """The steps whose groups are neither trained nor dropped."""
-        return frozenset(self._taken)
+    def waiting(self) -> Sequence[GroupSlot]:
+        """The slots that no step has taken, in drawing order."""
+        return list(self._live.values())
+
+    @property
+    def taken(self) -> Sequence[GroupSlot]:
+        """The slots of the step that is being trained."""
+        return tuple(self._taken)
+
+    @property
+    def window(self) -> int:
+        """The number of waiting slots that may be asked for now."""
+        if self.version is None:
+            return 0
+        within = self.batch_size * (self.version + self.staleness + 2 - self.step)
+        return max(0, min(within + self.extra, self.batch_size * (self.steps - self.step + 1)))
+
+    @property
+    def room(self) -> int:
+        """The number of slots that may be drawn now."""
+        return max(0, self.window - len(self._live))
+
+    def draw(self, key_of: Callable[[int], tuple[int, int]]) -> list[GroupSlot]:
+        """Fill the window with new slots, and give them.
+
+        Args:
+            key_of: position → (epoch, index of the prompt).
+        """
+        new = []
+        while self.room:
+            slot = GroupSlot(self.cursor, key_of(self.cursor), deaths=self.deaths.get(self.cursor, 0))
+            self._live[slot.position] = slot
+            self.cursor += 1
+            new.append(slot)
+            self._record(slot)
+            self._fail_poison(slot)
+        return new
+
+    def _fail_poison(self, slot: GroupSlot) -> None:
+        if slot.position in self.poison:
+            self._lose(slot, "failed", self.poison[slot.position])
+
+    def askable(self) -> list[GroupSlot]:
+        """The slots that an engine may be asked for now, in drawing order."""
+        return [slot for slot in islice(self._live.values(), self.window) if slot.state == "drawn"]
+
+    def target(self, slot: GroupSlot) -> int:
+        """The step that trains a waiting slot if no slot before it is dropped or fails; else it is an earlier one."""
+        place = next(number for number, one in enumerate(self._live.values()) if one is slot)
+        return self.step + place // self.batch_size
+
+    def ask(self, slot: GroupSlot) -> None:
+        """Note that an engine samples the group."""
+        slot.asked += 1
+        self._change(slot, "sampling")
+
+    def ask_again(self, slot: GroupSlot, reason: str, *, died: bool = False) -> None:
+        """Note that the group must be sampled again.
+
+        Args:
+            reason: for people.
+            died: an engine died that was sampling it.
+        """
+        if died:
+            slot.deaths = self.deaths[slot.position] = slot.deaths + 1
+        slot.group, slot.versions, slot.scored = None, None, False
+        self._change(slot, "drawn", reason)
+
+    def sampled(self, slot: GroupSlot, group: Group) -> None:
+        """Note that the group has its responses, which have no rewards yet."""
+        slot.group, slot.versions = group, _versions_of(group, self.version)
+        self._change(slot, "sampled", "")
+
+    def scored(self, slot: GroupSlot, group: Group) -> None:
+        """Note that the group has its rewards."""
+        slot.group, slot.scored = group, True
+
+    def fail(self, slot: GroupSlot, reason: str, *, poison: bool = False) -> int:
+        """Free the slot of a group that can never be trained; gives the number of those that failed for its step.
+
+        Args:
+            reason: for people.
+            poison: its prompt kills engines or scorers, and is never asked for again.
+        """
+        if poison:
+            self.poison[slot.position] = reason
+        return self._lose(slot, "failed", reason)
+
+    def drop(self, slot: GroupSlot, reason: str) -> bool:
+        """Free the slot of a group that is not worth training. False, and the group is kept, if too many were."""
+        if self._lost.get((self.target(slot), "dropped"), 0) >= self._most_dropped:
+            return False
+        self._lose(slot, "dropped", reason)
+        return True
+
+    def _lose(self, slot: GroupSlot, state: Literal["dropped", "failed"], reason: str) -> int:
+        slot.step = self.target(slot)
+        count = self._lost[slot.step, state] = self._lost.get((slot.step, state), 0) + 1
+        del self._live[slot.position]
+        self._change(slot, state, reason)
+        return count
+
+    # Training.
+
+    def take(self, step: int) -> list[GroupSlot] | None:
+        """The slots of a step, in drawing order; None: not all of them are ready, or some are too old and must be
+        sampled again.
+
+        Raises:
+            ValueError: it is another step's turn.
+        """
+        if step != self.step or self._taken:
+            raise ValueError(f"step {step} cannot take its groups: it is the turn of step {self.step}")
+        first = list(islice(self._live.values(), self.batch_size))
+        for slot in first:
+            if slot.ready and self._is_too_old(slot, step):
+                self.renewed += 1
+                self.ask_again(slot, f"too old for step {step}: version {slot.versions}")
+        if len(first) < self.batch_size or not all(slot.ready for slot in first):
+            return None
+        for slot in first:
+            slot.step = step
+            del self._live[slot.position]
+            self._record(slot)
+        self._taken, self.step = first, step + 1
+        self._lost = {key: count for key, count in self._lost.items() if key[0] > step}
+        return first
+
+    def _is_too_old(self, slot: GroupSlot, step: int) -> bool:
+        return slot.versions is not None and step - 1 - slot.versions[0] > self.staleness
+
+    def trained(self, step: int) -> None:
+        """Free the slots of a step that is trained."""
+        if self._taken and self._taken[0].step != step:
+            raise ValueError(f"step {step} has no groups; step {self._taken[0].step} has")
+        taken, self._taken = self._taken, []
+        for slot in taken:
+            slot.group = None
+            self._change(slot, "trained", "")
+
+    def advance(self, version: int) -> None:
+        """Note that the engines serve a version. Groups that would be too old in their step are sampled again."""
+        self.version = version
+        for place, slot in enumerate(self._live.values()):
+            if slot.state == "sampled" and self._is_too_old(slot, self.step + place // self.batch_size):
+                self.ask_again(slot, f"too old for its step: version {slot.versions}")
+
+    # Resuming.
+
+    def state(self) -> dict[str, Any]:
+        """All that must be saved with a checkpoint: plain values, and `Group` objects.
+
+        Call it between steps: the slots of a step in training are not part of it.
+        """
+        kept = ("position", "key", "asked")
+        return {
+            "cursor": self.cursor,
+            "step": self.step,
+            "lost": [[step, why, count] for (step, why), count in self._lost.items()],
+            "slots": [
+                {name: getattr(slot, name) for name in kept}
+                | ({"group": slot.group, "scored": slot.scored} if slot.state == "sampled" else {})
+                for slot in self._live.values()
+            ],
+        }
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go back to a saved state. Groups that were being sampled then are sampled anew. The engines' version is
+        unknown until `advance`."""
+        self.cursor, self.step, self.version = state["cursor"], state["step"], None
+        self._taken = []
+        self._lost = {(step, why): count for step, why, count in state.get("lost", ())}
+        self._live = {}
+        for saved in state["slots"]:
+            slot = GroupSlot(saved["position"], tuple(saved["key"]), asked=saved["asked"])
+            slot.deaths = self.deaths.get(slot.position, 0)
+            self._live[slot.position] = slot
+            if (group := saved.get("group")) is not None:
+                slot.group, slot.versions, slot.scored = group, _versions_of(group, None), saved["scored"]
+                slot.state = "sampled"
+            self._record(slot)
+            self._fail_poison(slot)
+
+    def restart(self, step: int, cursor: int, unfinished: Iterable[tuple[int, tuple[int, int]]]) -> None:
+        """Go on after a step without a saved state.
+
+        Args:
+            step: the last step that counts.
+            cursor: the next position to draw.
+            unfinished: position and key of each earlier slot that was not trained, dropped or failed.
+        """
+        slots = [{"position": position, "key": key, "asked": 0} for position, key in sorted(unfinished)]
+        self.restore({"cursor": cursor, "step": step + 1, "slots": slots})
+
+    def counts(self) -> dict[str, int]:
+        """Number of waiting slots in each state, and of those that are ready."""
+        found = dict.fromkeys(("drawn", "sampling", "sampled"), 0)
+        for slot in self._live.values():
+            found[slot.state] += 1
+        return found | {"ready": sum(slot.ready for slot in self._live.values())}
+
+    def __iter__(self) -> Iterator[GroupSlot]:
+        return iter(list(self._live.values()))
+
+    def _change(self, slot: GroupSlot, state: SlotState, reason: str | None = None) -> None:
+        slot.state = state
+        if reason is not None:
+            slot.reason = reason
+        self._record(slot)
+
+
+def _versions_of(group: Group, unknown: int | None) -> tuple[int, int] | None:
+    """Oldest and newest version of any token of a group; ``unknown`` stands for responses without tokens."""
+    found = {version for episode in group.episodes for version in episode.versions}
+    if not found:
+        return None if unknown is None else (unknown, unknown)
+    return min(found), max(found)

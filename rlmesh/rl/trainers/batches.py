@@ -122,5 +122,5 @@ def lengths_of(groups: Sequence[Group]) -> dict[str, float]:
     episodes = Group.episodes_of(groups)
     return {
         "response_tokens": float(np.mean([episode.response_tokens for episode in episodes])),
-        "cut_off_share": float(np.mean([episode.finish_reason == "length" for episode in episodes])),
+        "cut_off_share": float(np.mean([episode.finish_reason in ("length", "time") for episode in episodes])),
     }

@@ -112,7 +112,11 @@ class _SettingsReader:
         missing = [key for key in REQUIRED if values.get(key) is None]
         self.faults += [f"{key} is missing: {_MEANING[key]}" for key in missing]
         found = dict(arguments)
-        found["algorithm"] = algorithm if algorithm is not None else SimpleNamespace(needs=frozenset(), samples=1)
+        found["algorithm"] = (
+            algorithm
+            if algorithm is not None
+            else SimpleNamespace(needs=frozenset(), samples=1, responses="sampled", rewarded=True)
+        )
         # An algorithm that could not be read, or that has unreadable rewards, is not to be blamed for having none.
         found["rewards"] = rewards or ([Reward(_nothing)] if unread or algorithm is None else [])
         for key in REQUIRED:

@@ -54,11 +54,11 @@ def _run_followed(run: Run, run_dir: Path) -> RunResult:
         actor=replace(run.actor, ranks=1),
         critic=replace(run.critic, ranks=1),
         rollout=replace(run.rollout, engines=1),
+        placement="separate",  # the roles of one process share no device lease
     )
     needs, responses = run.algorithm.needs, run.algorithm.responses
     trainer, actor = given_roles(responses)
     if responses == "sampled":
-        alone = replace(alone, placement="fused")
         kinds: dict[str, type[Any]] = {"ACTOR": ActorRolloutRef if "reference" in needs else ActorRollout}
     else:
         kinds = {"ACTOR": actor or ActorRole} | ({"REFERENCE": ReferenceRole} if "reference" in needs else {})
@@ -124,6 +124,11 @@ class RoleHere:
     def __len__(self) -> int:
         return 1
 
+    ranks = (0,)
+
+    def __getitem__(self, place: int) -> _MemberHere:
+        return _MemberHere(self)
+
     def options(self, **options: Any) -> RoleHere:
         """The same member: calls in one process need no options."""
         return self
@@ -144,6 +149,19 @@ class RoleHere:
         """One result per item."""
         found: list[Any] = self.invoke(method, *args)
         return found
+
+
+class _MemberHere:
+    """The handle of the one member of a role."""
+
+    def __init__(self, role: RoleHere) -> None:
+        self._role = role
+
+    def call(self, method: str, *args: Any) -> Future[Any]:
+        """The result of a method."""
+        future: Future[Any] = Future()
+        future.set_result(self._role.invoke(method, *args))
+        return future
 
 
 class _NoMembers:

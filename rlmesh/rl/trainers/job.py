@@ -12,6 +12,8 @@ if TYPE_CHECKING:
 
 __all__ = ["build", "given_roles"]
 
+ENGINE_RESTARTS = 10
+
 
 def given_roles(responses: str) -> tuple[type[Any] | None, type[Any] | None]:
     """The classes of trainer and actor for an algorithm whose responses are in the data; ``None``: the usual ones."""
@@ -46,7 +48,8 @@ def build(run: Run, *, trainer: type[Any] | None = None, actor: type[Any] | None
     on_devices = ["ACTOR"]
     sampled, ranked = run.algorithm.responses == "sampled", run.algorithm.responses == "ranked"
     if placed != "fused" and sampled:
-        builder.rollout().resource(**share).total(run.rollout.engines)
+        # Engines have no state that a restart could lose, and a prompt that kills engines does so more than once.
+        builder.rollout().resource(**share).total(run.rollout.engines).max_restarts(ENGINE_RESTARTS)
         on_devices.append("ROLLOUT")
     if placed != "fused" and "reference" in needs:
         builder.reference().resource(**share).total(1)

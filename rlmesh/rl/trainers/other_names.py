@@ -40,6 +40,10 @@ ELSEWHERE: Mapping[str, str] = {
     "teacher_model_name_or_path": "reference.model",
     "eval_steps": "validate_every",
     "save_freq": "save_every",
+    "max_actor_ckpt_to_keep": "keep_last",
+    "save_total_limit": "keep_last",
+    "resume_mode": "resume",
+    "resume_from_checkpoint": "resume",
     "save_steps": "save_every",
     # sampling
     "rollout.n": "algorithm.samples",

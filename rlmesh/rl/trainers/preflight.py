@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,15 +21,15 @@ __all__ = ["QUICK", "check", "quick_faults"]
 TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt",
 )  # fmt: skip
-QUICK = ("model", "data", "validation", "batch_size", "max_prompt_tokens")
+QUICK = ("model", "data", "validation", "batch_size", "max_prompt_tokens", "prompt_key")
 """The settings that `quick_faults` looks at."""
 READ_BYTES = 32 * 2**20
 """Data files up to this size are read before the tokenizer is loaded."""
 
 
 def check(run: Run) -> str:
-    """Check the model, the data and the rewards of a run. Checks that need no tokenizer come first, since loading one
-    takes seconds.
+    """Check the model, the data and the rewards of a run. Checks without torch and transformers come first, since
+    loading these takes seconds: the tokenizer's own file is enough to try the rewards on row 0.
 
     Returns:
         a text with the numbers of rows, for people.
@@ -37,17 +38,23 @@ def check(run: Run) -> str:
         UsageError: lists all faults, with the row where a row is at fault.
     """
     faults = [*quick_faults(**{name: getattr(run, name) for name in QUICK}), *_names_that_occur_twice(run.scored)]
-    counts: list[str] = []
+    tried, counts = [False], list[str]()
+    faults += _early_reward_faults(run, tried)
+    if run.restore is not None or run.restore_parts != ("weights",):
+        from rlmesh.rl.checkpoints.restoring import restore_faults  # loads torch
+
+        faults += restore_faults(run)
     if not faults:
-        faults = [*_slow_faults(run, counts)]
+        faults = [*_slow_faults(run, counts, with_functions=not tried[0])]
     if faults:
         raise UsageError("the run cannot start:\n  " + "\n  ".join(faults))
     return "; ".join(counts)
 
 
 def quick_faults(
-    model: Any = None, data: Any = None, validation: Any = None, batch_size: Any = 1, max_prompt_tokens: Any = None
-) -> Iterator[str]:
+    model: Any = None, data: Any = None, validation: Any = None, batch_size: Any = 1, max_prompt_tokens: Any = None,
+    prompt_key: Any = "prompt",
+) -> Iterator[str]:  # fmt: skip
     """One sentence per fault of the model's folder and the data that can be found without torch and transformers.
 
     The arguments are those of `Run`; those of a wrong type are skipped, since other checks report them.
@@ -58,7 +65,8 @@ def quick_faults(
         if isinstance(rows, (str, Path, list, tuple)) and rows:
             least = batch_size if name == "data" and isinstance(batch_size, int) else 1
             longest = max_prompt_tokens if isinstance(max_prompt_tokens, int) else None
-            yield from (f"{name}: {fault}" for fault in _data_faults(rows, least, model, longest))
+            key = prompt_key if isinstance(prompt_key, str) else "prompt"
+            yield from (f"{name}: {fault}" for fault in _data_faults(rows, least, model, longest, key))
 
 
 def _model_faults(model: str) -> Iterator[str]:
@@ -86,24 +94,33 @@ def _similar(path: Path) -> str:
     return f"; did you mean {path.parent / near[0]}?" if near else ""
 
 
-def _data_faults(data: Any, least: int, model: Any, longest: int | None) -> Iterator[str]:
+def _rows(data: Any) -> list[Any]:
+    """The rows of data; none if files are large, or cannot be read without a package that is missing.
+
+    Raises:
+        UsageError: a file cannot be read.
+    """
+    if not isinstance(data, (str, Path)) and isinstance(data[0], Mapping):
+        return list(data)
+    files = expand(data)
+    if sum(path.stat().st_size for path in files) > READ_BYTES:
+        return []
     try:
-        if isinstance(data, (str, Path)) or not isinstance(data[0], Mapping):
-            files = expand(data)
-            if sum(path.stat().st_size for path in files) > READ_BYTES:
-                return
-            rows = read_rows(files)
-        else:
-            rows = list(data)
+        return [*read_rows(files)]
+    except ImportError:  # reported later, when the data set is made
+        return []
+
+
+def _data_faults(data: Any, least: int, model: Any, longest: int | None, key: str) -> Iterator[str]:
+    try:
+        rows = _rows(data)
     except (UsageError, OSError) as error:
         yield str(error)
-        return
-    except ImportError:  # reported later, when the data set is made
         return
     if not rows:
         return
     try:
-        require_prompt(rows[0], "prompt", "the data")
+        require_prompt(rows[0], key, "the data")
     except UsageError as error:
         yield str(error)
     if len(rows) < least:
@@ -111,36 +128,88 @@ def _data_faults(data: Any, least: int, model: Any, longest: int | None) -> Iter
             f"{len(rows)} prompts are too few for a batch of {least}: a step would take one twice. Give more data, or "
             "a smaller batch_size"
         )
-    if isinstance(rows[0].get("prompt"), list) and isinstance(model, str) and _has_no_template(Path(model)):
+    if isinstance(rows[0].get(key), list) and isinstance(model, str) and _has_no_template(Path(model)):
         yield (
             f"the prompts are chat messages, but the tokenizer in {model} has no chat template: use an instruct model, "
             "set tokenizer.chat_template and save it, or give the prompts as text"
         )
-    if longest is not None and isinstance(model, str) and _all_too_long(rows, Path(model), longest):
+    if longest is not None and isinstance(model, str) and _all_too_long(rows, Path(model), longest, key):
         yield (
             f"there is no usable row: {len(rows)} rows read, {len(rows)} too long. A prompt may have "
             f"max_prompt_tokens={longest}"
         )
 
 
-def _all_too_long(rows: Sequence[Any], folder: Path, longest: int) -> bool:
-    """True if in every row a single text of the prompt already exceeds the limit of a prompt."""
-    file = folder / "tokenizer.json"
-    if not file.is_file():
-        return False
-    try:
+class _TokenizerFile:
+    """The tokenizer of a folder's ``tokenizer.json``, without torch and transformers.
+
+    Raises:
+        OSError: the folder has no such file, or it cannot be read.
+    """
+
+    def __init__(self, folder: Path) -> None:
         from tokenizers import Tokenizer
 
-        tokenizer = Tokenizer.from_file(str(file))
-    except Exception:  # reported later, when transformers loads it
+        try:
+            self._tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+            settings = folder / "tokenizer_config.json"
+            named = json.loads(settings.read_text(encoding="utf-8")).get("eos_token") if settings.is_file() else None
+        except Exception as error:  # the library raises nothing more special
+            raise OSError(f"{folder}: {error}") from error
+        end = named.get("content") if isinstance(named, dict) else named
+        self.eos_token_id = self._tokenizer.token_to_id(end) if end else None
+
+    def encode(self, text: str) -> list[int]:
+        """The tokens of a text, without special ones.
+
+        Raises:
+            ValueError: the text has a character that the tokenizer cannot say.
+        """
+        try:
+            return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
+        except Exception as error:  # the library raises nothing more special
+            raise ValueError(str(error)) from error
+
+    def decode(self, token_ids: Any, *, skip_special_tokens: bool = True) -> str:
+        """The text of tokens."""
+        return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens))
+
+
+def _all_too_long(rows: Sequence[Any], folder: Path, longest: int, key: str) -> bool:
+    """True if in every row a single text of the prompt already exceeds the limit of a prompt."""
+    try:
+        tokenizer = _TokenizerFile(folder)
+        for row in rows:
+            prompt = row.get(key)
+            texts = [prompt] if isinstance(prompt, str) else [part.get("content") for part in prompt or () if part]
+            found = [len(tokenizer.encode(text)) for text in texts if isinstance(text, str)]
+            if max(found, default=0) <= longest:
+                return False
+    except (OSError, ValueError):  # reported later, when transformers loads and uses it
         return False
-    for row in rows:
-        prompt = row.get("prompt")
-        texts = [prompt] if isinstance(prompt, str) else [part.get("content") for part in prompt or () if part]
-        found = [len(tokenizer.encode(text, add_special_tokens=False)) for text in texts if isinstance(text, str)]
-        if max(found, default=0) <= longest:
-            return False
     return bool(rows)
+
+
+def _early_reward_faults(run: Run, tried: list[bool]) -> Iterator[str]:
+    """One sentence per reward function that fails on row 0; ``tried`` becomes true if they could be tried.
+
+    They are tried if row 0 is at hand with a text as prompt, and the tokenizer has a file of its own.
+    """
+    import numpy as np
+
+    from rlmesh.rl.data.dataset import Prompt
+
+    try:
+        row = _rows(run.data)[0] if not isinstance(run.data, Mapping) else {}
+        text = row.get(run.prompt_key)
+        if not isinstance(text, str):
+            return
+        tokenizer = _TokenizerFile(Path(run.model).expanduser())
+        ids = tokenizer.encode(text)
+    except (UsageError, OSError, ValueError, IndexError, KeyError, TypeError, ImportError):  # another check reports it
+        return
+    tried[0] = True
+    yield from _function_faults(run.scored, tokenizer, Prompt(np.asarray(ids or [0], np.int32), row, 0))
 
 
 def _has_no_template(folder: Path) -> bool:
@@ -157,7 +226,7 @@ def _names_that_occur_twice(rewards: Sequence[Reward | RewardModel]) -> Iterator
         yield f"rewards: {names.count(name)} are named {name!r}; give each a name of its own"
 
 
-def _slow_faults(run: Run, counts: list[str]) -> Iterator[str]:
+def _slow_faults(run: Run, counts: list[str], *, with_functions: bool) -> Iterator[str]:
     """One sentence per fault that needs the tokenizer; the numbers of rows go to ``counts``."""
     from rlmesh.rl.data.loader import PromptLoader
     from rlmesh.rl.rewards.scoring import unscored
@@ -175,9 +244,12 @@ def _slow_faults(run: Run, counts: list[str]) -> Iterator[str]:
         if run.algorithm.responses != "sampled":
             for place in range(len(data)):
                 given_texts(data[place].row, run.algorithm.responses)
-        else:
-            yield from _reward_faults(run, tokenizer, data[0])
-            yield from unscored(run.scored, data) if run.scored else ()
+        if with_functions:
+            yield from _function_faults(run.scored, tokenizer, data[0])
+        for model in run.reward_models:
+            if model.scores(data[0].row):
+                yield from (f"reward model {model.name!r}: {fault}" for fault in model.faults(tokenizer, data[0].row))
+        yield from unscored(run.scored, data) if run.scored else ()
         PromptLoader(data, run.batch_size)
     except (UsageError, OSError, ValueError) as error:
         yield f"data: {error}"
@@ -217,30 +289,35 @@ def _tokenizer(run: Run) -> Any:
         ) from error
 
 
-def _reward_faults(run: Run, tokenizer: Any, prompt: Any) -> Iterator[str]:
-    """One sentence per reward that fails on row 0, with a response of one end token."""
+def _function_faults(rewards: Sequence[Reward | RewardModel], tokenizer: Any, prompt: Any) -> Iterator[str]:
+    """One sentence per reward function that fails on row 0, with a response of one end token."""
     import numpy as np
 
-    from rlmesh.rl.rewards.model import RewardModel
+    from rlmesh.rl.rewards.reward import Reward
     from rlmesh.rl.rewards.scoring import Rewards
     from rlmesh.rl.types import Episode, Failed, Turn
 
     end = tokenizer.eos_token_id if tokenizer.eos_token_id is not None else 0
     turn = Turn(np.asarray([end], np.int32), "policy", np.zeros(1, np.float32), version_spans=((0, 0, 1),))
     episode = Episode((Turn.said(prompt.ids), turn))
-    for reward in run.scored:
-        if not reward.scores(prompt.row):
-            continue
-        if isinstance(reward, RewardModel):
-            yield from (f"reward model {reward.name!r}: {fault}" for fault in reward.faults(tokenizer, prompt.row))
-            continue
-        scorer = Rewards([reward], tokenizer, workers=1)
+    functions = [one for one in rewards if isinstance(one, Reward) and one.scores(prompt.row)]
+    if not functions:
+        return
+    response = Rewards(functions, tokenizer).response(episode)
+    callable_ones = []
+    for reward in functions:
         try:
-            outcome = scorer.outcomes([scorer.response(episode)], [prompt.row])[0][reward.name]
+            reward.arguments([response], [prompt.row])
+            callable_ones.append(reward)
         except UsageError as error:
             yield f"reward {reward.name!r} on row 0: {error}"
-            continue
-        finally:
-            scorer.close()
+    if not callable_ones:
+        return
+    scorer = Rewards(callable_ones, tokenizer, workers=1)
+    try:
+        found = scorer.outcomes([response], [prompt.row])[0]
+    finally:
+        scorer.close()
+    for name, outcome in found.items():
         if isinstance(outcome, Failed):
-            yield f"reward {reward.name!r} fails on row 0 with a response of one token: {outcome.reason}"
+            yield f"reward {name!r} fails on row 0 with a response of one token: {outcome.reason}"

@@ -20,12 +20,13 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from rlmesh.errors import UsageError
 from rlmesh.rl.evaluation.settings import SampleSettings, ValidationSettings
 from rlmesh.rl.rewards.model import RewardModel
 from rlmesh.rl.rewards.reward import Reward
+from rlmesh.rl.rollout.pipeline import Pipeline
 from rlmesh.rl.trainers.settings import (
     ActorSettings,
     CriticSettings,
@@ -48,7 +49,6 @@ else:
 
 __all__ = ["Run", "RunResult"]
 
-PIPELINES = ("sync",)
 SECTIONS = ("actor", "critic", "reference", "rollout", "evaluation", "sample_files")
 NEEDS = ("critic", "greedy", "reference")
 
@@ -87,7 +87,10 @@ class Run:
             (``wandb:PROJECT``), or ``module:Class``; see `rlmesh.Trackers`. TensorBoard files are always written.
         batch_size: prompts per step.
         max_prompt_tokens: longer prompts are left out, and counted.
-        pipeline: how sampling and training take turns. ``"sync"`` is the only one so far.
+        prompt_key: the column of the prompts.
+        template: further arguments of the tokenizer's chat template, such as ``{"enable_thinking": False}``.
+        pipeline: how far sampling may be ahead of training: ``"sync"``, ``"one-step-off"`` or
+            ``"async(staleness=2)"``; see docs/pipelines.md.
         train: the training engine: ``ddp``, ``fsdp2``, ``zero1``, ``zero2`` or ``zero3``.
         actor: the policy in training.
         rollout: the engines that sample; a text names the engine.
@@ -99,7 +102,16 @@ class Run:
         devices_per_node: GPUs of each node; 0: train on CPUs.
         nodes: machines of the job.
         seed: of the order of prompts and of sampling.
-        save_every: steps between checkpoints.
+        save_every: steps between checkpoints. The last step has one too.
+        keep_last: this many of the latest checkpoints are kept.
+        keep_best: the metric by which the best checkpoint is kept too, such as ``"val/reward_mean"``; with ``-`` before
+            it, the smallest value is the best. Empty: only the latest are kept.
+        resume: ``"auto"``: go on from the latest checkpoint of the run directory, if it has one. ``"must"``: refuse to
+            start without one. ``"never"``: refuse to start with one.
+        restore: the checkpoint of another run with which this one begins: its folder ``checkpoints/step-…``, or its run
+            directory.
+        restore_parts: ``weights`` and ``optimizer``, of all models in training that the checkpoint has, or of one:
+            ``actor.weights``.
         examine: print this many scored responses of each step.
         reward_workers: processes that score.
 
@@ -130,8 +142,15 @@ class Run:
     nodes: int = 1
     seed: int = 0
     save_every: int = 50
+    keep_last: int = 2
+    keep_best: str = ""
+    resume: Literal["auto", "never", "must"] = "auto"
+    restore: str | Path | None = None
+    restore_parts: Sequence[str] = ("weights",)
     examine: int = 0
     reward_workers: int = 2
+    prompt_key: str = "prompt"
+    template: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         given: Any = self.rollout
@@ -202,9 +221,9 @@ class Run:
         if not self.rewards and getattr(self.algorithm, "rewarded", True):
             yield "rewards: give at least one reward"
         yield from self._given_faults()
-        if self.pipeline not in PIPELINES:
-            yield f"pipeline={self.pipeline!r}: there is {', '.join(map(repr, PIPELINES))}"
-        for name in ("steps", "batch_size", "max_prompt_tokens", "save_every", "nodes", "reward_workers"):
+        if isinstance(self.pipeline, str):
+            yield from self._pipeline_faults()
+        for name in ("steps", "batch_size", "max_prompt_tokens", "save_every", "keep_last", "nodes", "reward_workers"):
             if isinstance(value := getattr(self, name), int) and value < 1:
                 yield f"{name}={value} must be ≥ 1"
         for name in ("validate_every", "devices_per_node", "examine", "seed"):
@@ -224,7 +243,11 @@ class Run:
     def _given_faults(self) -> Iterator[str]:
         responses, name = getattr(self.algorithm, "responses", "sampled"), type(self.algorithm).__name__
         if responses == "sampled":
+            if not getattr(self.algorithm, "rewarded", True) and getattr(self.rollout, "dynamic_sampling", False):
+                yield f"rollout.dynamic_sampling compares rewards, which {name} does not read"
             return
+        if self.pipeline != "sync":
+            yield f"pipeline={self.pipeline!r}: {name} samples nothing, so there is nothing to be ahead with"
         if self.rewards:
             yield f"rewards: {name} learns from the responses of the data, which are not scored; leave rewards out"
         if self.placement == "fused":
@@ -232,6 +255,21 @@ class Run:
         steps = [f"actor.{key}" for key in ("epochs", "minibatches") if getattr(self.actor, key, 1) != 1]
         if responses != "given" and steps:
             yield f"{' and '.join(steps)} must be 1: the gradient of {name} is exact for one optimizer step per batch"
+
+    def _pipeline_faults(self) -> Iterator[str]:
+        try:
+            ahead = self.schedule.staleness
+        except UsageError as error:
+            yield str(error)
+            return
+        if ahead and self.placement in ("shared", "fused"):
+            yield (
+                f"pipeline={self.pipeline!r} samples while it trains, so engines need devices of their own: set "
+                f"placement='separate', not {self.placement!r}, or pipeline='sync'"
+            )
+        samples = getattr(self.algorithm, "samples", 2)
+        if getattr(self.rollout, "dynamic_sampling", False) is True and samples == 1:
+            yield "rollout.dynamic_sampling compares the responses of a prompt: algorithm.samples must be ≥ 2"
 
     def _placement_faults(self) -> Iterator[str]:
         if self.placement not in get_args(Placement):
@@ -242,6 +280,11 @@ class Run:
             yield (
                 f"placement='fused': each of the actor's ranks has an engine, so rollout.engines="
                 f"{engines} must be actor.ranks={ranks}"
+            )
+        elif self.placement == "auto" and self.placed == "shared" and self.schedule.staleness:
+            yield (
+                f"pipeline={self.pipeline!r} samples while it trains, but with {self.devices} devices the roles share "
+                "them: set devices_per_node higher, or pipeline='sync'"
             )
 
     def check(self) -> None:
@@ -265,13 +308,21 @@ class Run:
         from rlmesh.rl.data.loader import load_prompts
 
         chosen = self.data if data is None else data
-        return load_prompts(chosen, tokenizer, seed=self.seed, max_prompt_tokens=self.max_prompt_tokens)
+        return load_prompts(
+            chosen, tokenizer, seed=self.seed, prompt_key=self.prompt_key, max_prompt_tokens=self.max_prompt_tokens,
+            template=self.template,
+        )  # fmt: skip
 
     def job(self) -> DLJob:
         """The job of this run: the trainer, and the roles that its settings ask for."""
         from rlmesh.rl.trainers.job import build
 
         return build(self)
+
+    @property
+    def schedule(self) -> Pipeline:
+        """The rules of ``pipeline``."""
+        return Pipeline.parse(self.pipeline)
 
     @property
     def reward_models(self) -> tuple[RewardModel, ...]:
@@ -306,9 +357,14 @@ class Run:
             JobFailed: the job failed; the error names the root cause.
         """
         self.check()
-        from rlmesh.rl.trainers.trainer import result_of  # loads torch, which the check may not need
+        from rlmesh.rl.checkpoints.resuming import before_start  # loads torch, which the check may not need
+        from rlmesh.rl.trainers.trainer import result_of, result_of_complete
 
-        result = self.job().submit(name, **{"trackers": self.trackers, **options})
+        job = self.job()
+        run_dir = job.known_run_dir(options.get("run_dir"))
+        if before_start(self, run_dir) and run_dir is not None:
+            return result_of_complete(run_dir)
+        result = job.submit(name, **{"trackers": self.trackers, **options})
         return result_of(Path(result.run_dir))
 
     def here(self, name: str = "run", run_dir: str | Path | None = None) -> RunResult:
@@ -324,8 +380,13 @@ class Run:
         Raises:
             UsageError: something is wrong with the settings.
         """
+        from rlmesh.rl.checkpoints.resuming import before_start
         from rlmesh.rl.trainers.here import run_here
+        from rlmesh.rl.trainers.trainer import result_of_complete
 
         self.check()
         stamp = time.strftime("%Y%m%d-%H%M%S")
-        return run_here(self, Path("runs") / f"{name}-here-{stamp}" if run_dir is None else Path(run_dir), name)
+        folder = Path("runs") / f"{name}-here-{stamp}" if run_dir is None else Path(run_dir)
+        if before_start(self, folder if run_dir is not None else None):
+            return result_of_complete(folder)
+        return run_here(self, folder, name)

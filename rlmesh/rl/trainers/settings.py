@@ -186,6 +186,14 @@ class RolloutSettings:
         stop_token_ids: tokens that end a response, also in validation, besides the model's own end token.
         threads: of each engine's CPU work; 0: torch's default.
         options: further keyword arguments of the engine.
+        time_limit_s: seconds after which a response ends with the tokens that it has, and the reason ``time``; 0: none.
+            Engines of transformers only.
+        in_flight: prompts that an engine samples at a time in an asynchronous pipeline; 0: as many as fit its batch.
+        dynamic_sampling: leave groups out whose responses all have the same reward, and draw others, so that each step
+            has ``batch_size`` groups to learn from.
+        refill: with dynamic sampling, at most ``refill * batch_size`` groups are left out per step; further ones stay.
+        oversampling: with dynamic sampling, sample this many times the prompts that a step needs, so that groups that
+            are left out have a replacement at once.
     """
 
     engine: Literal["transformers", "vllm", "vllm-async"] = "transformers"
@@ -199,9 +207,23 @@ class RolloutSettings:
     stop_token_ids: Sequence[int] = ()
     threads: int = 1
     options: Mapping[str, Any] = field(default_factory=dict)
+    time_limit_s: float = 0.0
+    in_flight: int = 0
+    dynamic_sampling: bool = False
+    refill: float = 2.0
+    oversampling: float = 1.0
 
     def faults(self) -> Iterator[str]:
         """One sentence per fault."""
+        for name in ("time_limit_s", "in_flight", "refill"):
+            if getattr(self, name) < 0:
+                yield f"{name}={getattr(self, name)} must be ≥ 0"
+        if self.time_limit_s and self.engine != "transformers":
+            yield f"time_limit_s={self.time_limit_s}: engine={self.engine!r} has none; limit max_tokens instead"
+        if self.oversampling < 1:
+            yield f"oversampling={self.oversampling} must be ≥ 1"
+        if self.oversampling > 1 and not self.dynamic_sampling:
+            yield f"oversampling={self.oversampling} is for dynamic_sampling: without it every group is trained"
         for name in ("engines", "max_tokens"):
             if getattr(self, name) < 1:
                 yield f"{name}={getattr(self, name)} must be ≥ 1"
@@ -239,7 +261,12 @@ class RolloutSettings:
             names = ("temperature", "top_p", "top_k", "min_p")
             drawn = {name: getattr(self, name) for name in names}
         return SamplingParams(
-            self.max_tokens, **drawn, stop=self.stops, stop_token_ids=tuple(self.stop_token_ids), seed=seed
+            self.max_tokens,
+            **drawn,
+            stop=self.stops,
+            stop_token_ids=tuple(self.stop_token_ids),
+            seed=seed,
+            time_limit_s=self.time_limit_s or None,
         )
 
 
@@ -366,5 +393,8 @@ def kind_named(kind: Any) -> str:
         return "one of " + ", ".join(map(repr, get_args(kind)))
     if get_origin(kind) in (Union, types.UnionType):
         return " or ".join(kind_named(one) for one in get_args(kind))
-    names = {int: "a whole number", float: "a number", bool: "true or false", str: "a text", type(None): "null"}
-    return names.get(kind, getattr(kind, "__name__", str(kind)))
+    names = {
+        int: "a whole number", float: "a number", bool: "true or false", str: "a text", type(None): "null",
+        Sequence: "a list", tuple: "a list", Mapping: "a mapping",
+    }  # fmt: skip
+    return names.get(get_origin(kind) or kind, getattr(kind, "__name__", str(kind)))

@@ -18,16 +18,20 @@ import torch
 from rlmesh import RoleGroup, WeightSync, current_worker
 from rlmesh.errors import CallError, SourceRestarted, UsageError, WeightsNotReady, WeightSyncError
 from rlmesh.rl.algorithms.protocol import Evaluated, TokenWeights
+from rlmesh.rl.checkpoints.resuming import SUMMARY, TrainerCheckpoints, finished_steps
+from rlmesh.rl.checkpoints.state import seed_generators
 from rlmesh.rl.data.dataset import Prompt
-from rlmesh.rl.data.loader import Drawn, PromptLoader
+from rlmesh.rl.data.loader import PromptLoader
 from rlmesh.rl.drift import DriftAlarm, drift
 from rlmesh.rl.engines.rollout import SamplingParams
 from rlmesh.rl.evaluation.saved_run import remember
 from rlmesh.rl.evaluation.validation import Validation
 from rlmesh.rl.packing import Packs, Tokens
+from rlmesh.rl.rewards.reward import Reward
 from rlmesh.rl.rewards.scoring import Rewards
 from rlmesh.rl.roles.defaults import keep_objects, run_settings
-from rlmesh.rl.rollout.buffer import SampleBuffer
+from rlmesh.rl.rollout.role_engines import OwnSampling
+from rlmesh.rl.rollout.run_sampling import RunSampling, role_engines
 from rlmesh.rl.samples.writer import SampleWriter
 from rlmesh.rl.trainers.batches import (
     advantages_of,
@@ -39,7 +43,6 @@ from rlmesh.rl.trainers.batches import (
     value_metrics,
     values_of,
 )
-from rlmesh.rl.trainers.progress import Progress, remove_other_checkpoints
 from rlmesh.rl.types import Episode, Group, Outcome, Score
 
 if TYPE_CHECKING:
@@ -50,7 +53,7 @@ __all__ = ["Trainer", "result_of"]
 PUSHES = 5
 RESTART_NEWS_S = 2.0
 """Seconds that a failed call waits for the news that a restart was its cause."""
-SUMMARY, MODEL = "summary.json", "model"
+MODEL = "model"
 
 
 class Trainer:
@@ -69,34 +72,57 @@ class Trainer:
         )  # fmt: skip
         self.validation_rewards = self.rewards
         data = self.settings.dataset(self.tokenizer)
-        print(f"data: {data.counts}", flush=True)
+        self.tell(f"data: {data.counts}")
         loader = PromptLoader(data, self.settings.batch_size, seed=self.settings.seed)
-        self.buffer = SampleBuffer(loader, self.sample)
+        self.buffer = self.make_buffer(loader)
         self.samples = SampleWriter(self.run_dir, self.settings.sample_files, self.text_of)
         self.validation = Validation(self)
         self.alarm = DriftAlarm(self.settings.actor.precision)
-        self.version, self.lost, self.last = 0, 0, dict[str, float]()
+        self.version, self.last, self.stopped = 0, dict[str, float](), False
+        self.checkpoints = TrainerCheckpoints(
+            self.settings, self.run_dir, roles=lambda: [(name, role) for name, role, _ in self.trained()],
+            objects=self.stateful, position=loader.position, tell=self.tell,
+        )  # fmt: skip
         keep_objects()
 
     def teardown(self) -> None:
+        self.checkpoints.writer.stop()
+        self.buffer.close()
         self.rewards.close()
         self.validation_rewards.close()
         self.samples.close()
 
+    def make_buffer(self, loader: PromptLoader) -> Any:
+        """The groups between sampling and training: a `RunSampling`, or an object with its methods."""
+        rewarded = self.algorithm.rewarded
+        return RunSampling(
+            self.settings, loader, lambda groups: self.score(self.rewards, groups),
+            lambda one: self.rewards.total(one) if rewarded else Score(0.0), self.run_dir,
+        )  # fmt: skip
+
     def run(self) -> None:
+        if finished_steps(self.run_dir) >= self.settings.steps:
+            result_of_complete(self.run_dir)
+            return
         self.fit()
+        self.buffer.close()
         self.hold(None)
         if self.engines is not self.actor:
             self.weight_sync.close()
-        self.export()
+        self.checkpoints.close()
+        if not self.stopped:
+            self.export()
 
     def fit(self) -> None:
-        """All steps that remain. When a model in training restarts, all of them go back to the same checkpoint."""
+        """All steps that remain, or those up to a stop of the job. When a model in training restarts, all of them
+        go back to the same checkpoint."""
         ready = False
         while not ready or self.version < self.settings.steps:
             try:
                 if ready:
                     self.step(self.version + 1)
+                    if self.stops():
+                        return
                 else:
                     self.begin()
                     ready = True
@@ -106,36 +132,36 @@ class Trainer:
                 ready = False
 
     def step(self, step: int) -> None:
-        """One step: sample, score, evaluate, train, save, publish, report."""
+        """One step: take scored samples, evaluate, train, save, publish, report. Engines sample for later steps
+        meanwhile, as far as the pipeline allows."""
         began = time.perf_counter()
-        groups = self.score(self.rewards, self.buffer.take(step))
+        seed_generators(self.settings.seed, step, ("TRAINER",))
+        groups = self.buffer.take(step)
         self.validation.begin()
-        usable = self.usable(groups)
-        packs, batch = self.evaluate(usable)
+        packs, batch = self.evaluate(groups)
         metrics = self.rewards.metrics(groups) | lengths_of(groups)
         weights = self.algorithm.weigh(batch)
         metrics |= self.train(packs, batch, weights)
-        self.samples.add(step, groups, self.rewards.total, advantages=advantages_of(usable, batch, weights))
+        self.samples.add(step, groups, self.rewards.total, advantages=advantages_of(groups, batch, weights))
         self.version = step
-        saved = self.save()
+        self.buffer.trained(step)
+        metrics |= self.save()
         self.validation.end()
         self.publish()
-        self.buffer.free(step)
-        self.finish(step, metrics | {"step_time_s": time.perf_counter() - began}, saved)
+        self.finish(step, metrics | self.buffer.report() | {"step_time_s": time.perf_counter() - began})
+        self.buffer.advance(step)
 
     # Stages of a step.
 
-    def sample(self, drawn: Sequence[Drawn], step: int) -> list[Group]:
-        """One group of responses per prompt, with the weights of the last push."""
-        samples = self.algorithm.samples
-        prompts = [one.prompt.ids.tolist() for one in drawn for _ in range(samples)]
-        episodes = self.generate(prompts, seed=self.settings.seed * 100_003 + step)
-        if late := {episode.policy_version for episode in episodes} - {self.version, None}:
-            raise RuntimeError(f"step {step}: sampled by versions {sorted(map(str, late))}, not by {self.version}")
-        return [
-            Group(one.key, tuple(episodes[place * samples : (place + 1) * samples]), one.prompt.row)
-            for place, one in enumerate(drawn)
-        ]
+    def connect(self) -> None:
+        """Let the buffer sample by the engines. A trainer with its own `draw` samples by that."""
+        run, in_turn = self.settings, self.engines is self.actor or self.shares
+        own = type(self).draw is not Trainer.draw
+        self.buffer.connect(
+            OwnSampling(lambda prompts, seed: self.generate(prompts, seed=seed))
+            if own else role_engines(run, self.group("ROLLOUT") or self.actor, in_turn=in_turn),
+            background=run.schedule.staleness > 0 and not in_turn and not own, revive=self.push_again,
+        )  # fmt: skip
 
     def generate(
         self, prompts: Sequence[list[int]], *, greedy: bool = False, seed: int = 0, temperature: float | None = None
@@ -165,23 +191,6 @@ class Trainer:
         if self.settings.reward_models:
             self.hold(None)  # a reward model may need the devices
         return rewards.score(groups)
-
-    def usable(self, groups: Sequence[Group]) -> list[Group]:
-        """The groups with at least one response that has a reward.
-
-        Raises:
-            RuntimeError: no response of the batch has one.
-        """
-        if not self.algorithm.rewarded:
-            return list(groups)
-        kept = [group for group in groups if any(isinstance(self.rewards.total(e), Score) for e in group.episodes)]
-        if not kept:
-            episodes = Group.episodes_of(groups)
-            raise RuntimeError(
-                f"no response of the batch has a reward: {episodes[0].outcomes} was said of the first of "
-                f"{len(episodes)}. Check the rewards and the columns of the data that they read"
-            )
-        return kept
 
     def evaluate(self, groups: Sequence[Group]) -> tuple[dict[str, list[Packs]], Evaluated]:
         """Pack the groups, and ask the roles for what the algorithm needs: log-probabilities, values, greedy rewards.
@@ -237,7 +246,8 @@ class Trainer:
             log_probs=found.pop("log_probs", None),
             sampled_log_probs=torch.from_numpy(tokens.sampled_log_probs),
             greedy_rewards=None if greedy is None else values_of([greedy[number] for number in numbers]),
-            cut_off=torch.tensor([episode.finish_reason == "length" for episode in episodes]),
+            cut_off=torch.tensor([episode.finish_reason in ("length", "time") for episode in episodes]),
+            current=torch.tensor([episode.versions <= {self.version} for episode in episodes]),
             **found,
         )
 
@@ -271,29 +281,32 @@ class Trainer:
         if log_probs is None:
             rows = self.actor.call("first_log_probs").result()
             log_probs = matrix_of(batch.mask, joined(packs["actor"]), [one for own in rows for one in own])
-        alarms = self.gap(log_probs, batch)
         return {
             **{name: value for report in reports for name, value in report.items()},
             **value_metrics(batch, weights),
             **weights.metrics,
-            **alarms,
+            **self.gap(log_probs, batch),
             "prompt_tokens_saved": joined(packs["actor"]).saved_share,
         }
 
     def gap(self, log_probs: torch.Tensor, batch: Evaluated) -> dict[str, float]:
         """The gap between the log-probabilities of rollout engine and actor, and whether it is an alarm."""
-        return self.alarm.check(drift(log_probs, batch.sampled_log_probs, batch.mask), version=self.version)
+        # Log-probabilities of other weights differ rightly.
+        same = batch.mask if batch.current is None else batch.mask & batch.current.unsqueeze(1)
+        alarms = self.alarm.check(drift(log_probs, batch.sampled_log_probs, same), version=self.version)
+        if self.settings.schedule.staleness:
+            alarms["off_policy_k3"] = drift(log_probs, batch.sampled_log_probs, batch.mask).k3
+        return alarms
 
-    def save(self) -> bool:
-        """Write a checkpoint of all models in training if this step is to have one; true if so. The checkpoint counts
-        as soon as `finish` has noted it."""
-        step = self.version
-        if step % self.settings.save_every and step != self.settings.steps:
-            return False
-        remove_other_checkpoints(self.run_dir, Progress.read(self.run_dir).saved)
-        for call in [role.call("save", step) for _, role, _ in self.trained()]:
-            call.result()
-        return True
+    def save(self, *, now: bool = False) -> dict[str, float]:
+        """Begin a checkpoint of all models in training if this step is to have one, or ``now``. It is completed in the
+        background after `finish`. Returns metrics: the pause of training, and the number of checkpoints that failed.
+        """
+        step, writer = self.version, self.checkpoints.writer
+        if step % self.settings.save_every and step != self.settings.steps and not now:
+            return {}
+        writer.begin(step)
+        return {"save_pause_s": writer.pause_s} | ({"saves_failed": float(writer.failures)} if writer.failures else {})
 
     def publish(self) -> None:
         """Push the actor's weights to the engines, under the current version."""
@@ -320,15 +333,25 @@ class Trainer:
             self.hold(self.engines)
             self.weight_sync.catch_up()
 
-    def finish(self, step: int, metrics: dict[str, float], saved: bool) -> None:
-        """Validate and report, and note on disk that the step is done, and whether it is saved."""
+    def finish(self, step: int, metrics: dict[str, float]) -> None:
+        """Validate and report, note on disk that the step is done, and complete its checkpoint."""
         settings = self.settings
         if self.validation.due(step) and not self.validation.postpone(step):
             metrics |= self.validate()
         self.last = {name: value for name, value in metrics.items() if np.isfinite(value)}
-        self.last["steps_lost"] = float(self.lost)
+        self.last["steps_lost"] = float(self.checkpoints.lost)
         current_worker().report(step=step, total_steps=settings.steps, **self.last)
-        Progress(step, step if saved else Progress.read(self.run_dir).saved, self.lost).write(self.run_dir)
+        self.checkpoints.finish(step, self.last)
+
+    def stops(self) -> bool:
+        """True if the job stops after this step, such as before the end of its time; then the step has a checkpoint."""
+        if current_worker().step_boundary(self.version) is None:
+            return False
+        if self.checkpoints.writer.wait() and self.checkpoints.store.latest_step != self.version:
+            self.save(now=True)
+            self.checkpoints.finish(self.version, self.last)
+        self.stopped = True
+        return True
 
     def validate(self) -> dict[str, float]:
         """Rewards of responses to the validation prompts, by the weights that the engines serve; empty without
@@ -345,6 +368,16 @@ class Trainer:
         aside.replace(self.run_dir / SUMMARY)
 
     # Roles, and restarts.
+
+    def stateful(self) -> dict[str, Any]:
+        """The objects whose states belong to checkpoints, if they are `Stateful`, by name. Override it to add more."""
+        own = {"buffer": self.buffer, "algorithm": self.algorithm, "alarm": self.alarm}
+        inline = [one for one in self.settings.scored if isinstance(one, Reward) and one.inline]
+        return {**own, **{f"reward {one.name}": one.function for one in inline}}
+
+    def tell(self, text: str) -> None:
+        """Print a text for people."""
+        print(text, flush=True)
 
     def group(self, role: str) -> Any:
         """The members of a role; empty if the job has no such role."""
@@ -403,23 +436,24 @@ class Trainer:
         """Bring all models in training to the same step, and publish the weights; at step 0, validate."""
         self.validation.drop()
         before, self.holder = self.version, None
+        self.connect()
+        self.buffer.pause()
         if self.shares:
             for role in {id(role): role for role in (self.engines, self.actor)}.values():
                 role.options(idempotent=True).call("release_devices").result()
-        progress = Progress.read(self.run_dir)
         trained = [role for _, role, _ in self.trained()]
         reached = {steps for role in trained for steps in role.call("finished_steps").result()}
-        self.version = progress.step if reached == {progress.step} else progress.saved
+        self.version = self.checkpoints.step_after(reached)
         for call in [role.call("restore", self.version) for role in trained]:
             call.result()
-        self.lost = progress.lost + progress.step - self.version
-        Progress(self.version, progress.saved, self.lost).write(self.run_dir)
+        self.last = self.checkpoints.restore(self.version)
         if self.version < before:
-            print(f"back to step {self.version}: {before - self.version} steps were lost to a restart", flush=True)
+            self.tell(f"back to step {self.version}: {before - self.version} steps were lost to a restart")
         self.publish()
         if self.version == 0:
             self.last = self.validate()
             current_worker().report(step=0, total_steps=self.settings.steps, **self.last)
+        self.buffer.advance(self.version)
 
     @cached_property
     def weight_sync(self) -> WeightSync:
@@ -456,3 +490,10 @@ def result_of(run_dir: Path) -> RunResult:
 
     summary = json.loads((run_dir / SUMMARY).read_text())
     return RunResult(run_dir, run_dir / MODEL, summary["metrics"])
+
+
+def result_of_complete(run_dir: Path) -> RunResult:
+    """The result of a run that was complete before it started again; people are told so."""
+    result = result_of(run_dir)
+    print(f"already complete: {finished_steps(run_dir)} steps are done; the policy is in {result.model}", flush=True)
+    return result

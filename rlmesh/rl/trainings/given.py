@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from rlmesh.errors import UsageError
 from rlmesh.rl.algorithms.protocol import Responses
-from rlmesh.rl.data.loader import Drawn
+from rlmesh.rl.data.loader import Drawn, PromptLoader
 from rlmesh.rl.roles.reward import conversation_ids
 from rlmesh.rl.types import Episode, Group, Turn
 
-__all__ = ["COLUMNS", "given_groups", "given_texts"]
+__all__ = ["COLUMNS", "GivenBuffer", "given_groups", "given_texts"]
 
 COLUMNS: Mapping[str, tuple[str, ...]] = {
     "given": ("response",), "pairs": ("chosen", "rejected"), "ranked": ("chosen", "rejected"),
@@ -43,7 +43,44 @@ def given_texts(row: Mapping[str, Any], kind: Responses) -> list[str]:
     return found
 
 
-def given_groups(drawn: Sequence[Drawn], tokenizer: Any, kind: Responses, most_tokens: int) -> list[Group]:
+class GivenBuffer:
+    """The groups of a run whose responses are in the data: those of a step follow from its number.
+
+    Args:
+        groups: makes groups of prompts.
+        loader: the prompts.
+    """
+
+    def __init__(self, groups: Callable[[Sequence[Drawn]], list[Group]], loader: PromptLoader) -> None:
+        self._groups, self._loader = groups, loader
+
+    def take(self, step: int) -> list[Group]:
+        """The groups of a step."""
+        return self._groups(self._loader.batch(step - 1))
+
+    def connect(self, *args: Any, **options: Any) -> None:
+        """Do nothing: there are no engines."""
+
+    def pause(self) -> None:
+        """Do nothing: nothing is being sampled."""
+
+    def trained(self, step: int) -> None:
+        """Do nothing: no slot is used."""
+
+    def advance(self, version: int) -> None:
+        """Do nothing: nothing gets the weights."""
+
+    def report(self) -> dict[str, float]:
+        """No numbers."""
+        return {}
+
+    def close(self) -> None:
+        """Do nothing: there is no ledger."""
+
+
+def given_groups(
+    drawn: Sequence[Drawn], tokenizer: Any, kind: Responses, most_tokens: int, key: str = "prompt"
+) -> list[Group]:
     """One group per prompt, with the responses of its row; longer responses are cut. The responses of a ``ranked`` pair
     have a group each, since packing takes them for prompts.
 
@@ -52,19 +89,20 @@ def given_groups(drawn: Sequence[Drawn], tokenizer: Any, kind: Responses, most_t
         tokenizer: of transformers.
         kind: of the algorithm's responses.
         most_tokens: of a response.
+        key: the column of the prompts.
     """
     found = []
     for one in drawn:
         row = one.prompt.row
-        episodes = [_episode(one, text, tokenizer, kind, most_tokens) for text in given_texts(row, kind)]
+        episodes = [_episode(one, text, tokenizer, kind, most_tokens, key) for text in given_texts(row, kind)]
         parts = [(episode,) for episode in episodes] if kind == "ranked" else [tuple(episodes)]
         found += [Group(one.key, part, row) for part in parts]
     return found
 
 
-def _episode(one: Drawn, text: str, tokenizer: Any, kind: Responses, most_tokens: int) -> Episode:
+def _episode(one: Drawn, text: str, tokenizer: Any, kind: Responses, most_tokens: int, key: str) -> Episode:
     prompt = one.prompt.ids.tolist()
-    ids = _response_ids(one.prompt.row["prompt"], prompt, text, tokenizer)
+    ids = _response_ids(one.prompt.row[key], prompt, text, tokenizer)
     cut, ids = len(ids) > most_tokens, ids[:most_tokens]
     reason = "length" if cut else "stop"
     if kind == "ranked":

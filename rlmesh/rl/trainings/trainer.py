@@ -8,13 +8,13 @@ from typing import Any
 import torch
 
 from rlmesh.rl.algorithms.protocol import Evaluated, TokenWeights
-from rlmesh.rl.data.loader import Drawn
+from rlmesh.rl.data.loader import Drawn, PromptLoader
 from rlmesh.rl.evaluation.settings import SampleSettings
 from rlmesh.rl.packing import Packs
 from rlmesh.rl.samples.writer import SampleWriter
 from rlmesh.rl.trainers.batches import joined, matrix_of, shares_of
 from rlmesh.rl.trainers.trainer import Trainer
-from rlmesh.rl.trainings.given import given_groups
+from rlmesh.rl.trainings.given import GivenBuffer, given_groups
 from rlmesh.rl.types import Group
 
 __all__ = ["GivenTrainer", "RewardModelTrainer"]
@@ -27,9 +27,17 @@ class GivenTrainer(Trainer):
         super().setup()
         self.samples = SampleWriter(self.run_dir, SampleSettings(every=0), self.text_of)  # the data have them
 
-    def sample(self, drawn: Sequence[Drawn], step: int) -> list[Group]:
-        most = self.settings.rollout.max_tokens
-        return given_groups(drawn, self.tokenizer, self.algorithm.responses, most)
+    def make_buffer(self, loader: PromptLoader) -> Any:
+        return GivenBuffer(self.groups_of, loader)
+
+    def connect(self) -> None:
+        """Nothing samples."""
+
+    def groups_of(self, drawn: Sequence[Drawn]) -> list[Group]:
+        """The groups of prompts, with the responses of their rows."""
+        run = self.settings
+        most, key = run.rollout.max_tokens, run.prompt_key
+        return given_groups(drawn, self.tokenizer, self.algorithm.responses, most, key)
 
     def publish(self) -> None:
         """Nothing samples, so nothing gets the weights."""
@@ -42,7 +50,7 @@ class GivenTrainer(Trainer):
         prompts = self.validation_prompts
         if prompts is None:
             return {}
-        groups = self.sample([Drawn((0, prompt.index), prompt) for prompt in prompts], self.version)
+        groups = self.groups_of([Drawn((0, prompt.index), prompt) for prompt in prompts])
         packs, batch = self.evaluate(groups)
         found = dict(self.algorithm.weigh(batch).metrics) | self.likelihood(packs, batch)
         return {f"val/{name}": value for name, value in found.items()}

@@ -19,6 +19,7 @@ from rlmesh.rl.engines.lora import add_adapter, base_model_of, base_sums, requir
 from rlmesh.rl.engines.training import ranks
 from rlmesh.rl.engines.training.checkpoint.exporting import write_adapter, write_safetensors
 from rlmesh.rl.engines.training.checkpoint.folders import SavingThread
+from rlmesh.rl.engines.training.checkpoint.staging import HostStage
 from rlmesh.rl.engines.training.forward import at_least_float32, response_log_probs, response_values
 from rlmesh.rl.engines.training.offload import Offloaded
 from rlmesh.rl.engines.training.packed import PackedBatch, PackedInputs, prepare
@@ -52,6 +53,7 @@ class ModuleEngine(ABC):
         self.rank, self.ranks = ranks.here()
         self._offloaded: Offloaded | None = None
         self._saver = SavingThread()
+        self._stage = HostStage()
         # Checkpoints are written during training: their collectives need a group of their own.
         self._side = ranks.side_group()
         # The number of passes is agreed upon without the device.
@@ -231,8 +233,7 @@ class ModuleEngine(ABC):
     # Memory.
 
     def offload(self, folder: Path | None = None) -> None:
-        if self._offloaded is None:
-            self._saver.wait()
+        if self._offloaded is None:  # a checkpoint under way is written from a copy
             self._forget_gradients()
             file = None if folder is None else Path(folder) / f"rank-{self.rank:05d}.offload"
             self._offloaded = Offloaded(self._memory(), file)
@@ -271,6 +272,7 @@ class ModuleEngine(ABC):
 
     def close(self) -> None:
         self._saver.wait()
+        self._stage.close()
         if self._offloaded is not None:
             self._offloaded.forget()
         for group in (self._side, self._control):

@@ -214,7 +214,7 @@ class TrainingEngine(Protocol):
         """
         ...
 
-    def load(self, folder: Path, *, trust_others: bool = False) -> None:
+    def load(self, folder: Path, *, trust_others: bool = False, weights_only: bool = False) -> None:
         """Load the checkpoint that `save` wrote.
 
         Args:
@@ -222,9 +222,11 @@ class TrainingEngine(Protocol):
                 may be able to write there.
             trust_others: load a checkpoint that other users own or can write to, such as a colleague's. It is read as
                 data and cannot run code, but anyone who can write to it can change your weights.
+            weights_only: load the weights alone; optimizer state and step count stay those of a new engine.
 
         Raises:
-            UsageError: there is no complete checkpoint, it is of another kind, or another user can have written it.
+            UsageError: there is no complete checkpoint, it is of another kind, a file of it is torn or was altered, or
+                another user can have written it.
         """
         ...
 

@@ -40,6 +40,15 @@ def from_first(value: Any, group: dist.ProcessGroup | None = None) -> Any:
     return held[0]
 
 
+def gathered(value: Any, group: dist.ProcessGroup | None) -> list[Any]:
+    """The values of all ranks, on every rank; ``group`` is one of `side_group`."""
+    if group is None:
+        return [value]
+    found: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(found, value, group=group)
+    return found
+
+
 def side_group() -> dist.ProcessGroup | None:
     """A group of all ranks on the CPU, whose collectives may run during those of training. A collective step."""
     return dist.new_group(backend="gloo") if dist.is_initialized() else None

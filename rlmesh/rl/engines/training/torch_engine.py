@@ -12,12 +12,13 @@ from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_optimizer_state_dict,
     get_state_dict,
+    set_model_state_dict,
     set_state_dict,
 )
 from torch.distributed.tensor import DTensor
 
 from rlmesh.rl.engines.training.base import ModuleEngine
-from rlmesh.rl.engines.training.checkpoint.distributed_state import read_state, write_state
+from rlmesh.rl.engines.training.checkpoint.distributed_state import read_state, require_whole, write_state
 from rlmesh.rl.engines.training.checkpoint.folders import CheckpointFolder
 from rlmesh.rl.engines.training.offload import own_memory
 from rlmesh.rl.engines.training.protocol import TrainingOptions
@@ -101,16 +102,22 @@ class TorchEngine(ModuleEngine):
         return StateDictOptions(ignore_frozen_params=lora, strict=not lora)
 
     def _write(self, folder: Path) -> Callable[[], Path]:
-        return write_state(folder, self._state(), self.steps, self._side)
+        return write_state(folder, self._state(), self.steps, self._side, self._stage)
 
-    def load(self, folder: Path, *, trust_others: bool = False) -> None:
+    def load(self, folder: Path, *, trust_others: bool = False, weights_only: bool = False) -> None:
         self._require_here("load")
         self._saver.wait()
         place = CheckpointFolder(Path(folder), trust_others=trust_others)
         saved = place.current()
+        require_whole(place, saved, self._side)
         state = self._state()
+        if weights_only:
+            del state["optimizer"]
         read_state(place, saved, state, self._side)
         self._require_base(state, folder)
+        if weights_only:
+            set_model_state_dict(self.plain, state["model"], options=self._state_options)
+            return
         groups = get_optimizer_state_dict(self.plain, self.optimizer)["param_groups"]
         set_state_dict(
             self.plain,

@@ -15,8 +15,9 @@ from rlmesh import ZeroSource
 from rlmesh.errors import UsageError
 from rlmesh.rl.engines.training.activation_checkpointing import checkpoint_activations
 from rlmesh.rl.engines.training.base import ModuleEngine
-from rlmesh.rl.engines.training.checkpoint.distributed_state import read_state, write_state
+from rlmesh.rl.engines.training.checkpoint.distributed_state import read_state, require_whole, write_state
 from rlmesh.rl.engines.training.checkpoint.folders import CheckpointFolder
+from rlmesh.rl.engines.training.checkpoint.staging import Copied
 from rlmesh.rl.engines.training.checkpoint.zero_state import inner_state, load_state, state_of
 from rlmesh.rl.engines.training.offload import own_memory
 from rlmesh.rl.engines.training.protocol import Lora, TrainingOptions
@@ -118,22 +119,28 @@ class DeepSpeedEngine(ModuleEngine):
     def _write(self, folder: Path) -> Callable[[], Path]:
         frozen = self.options.lora is None
         state = state_of(self.engine, self._source(), self.rank, self.ranks, frozen=frozen) | self._base_state()
-        return write_state(folder, state, self.steps, self._side)
+        return write_state(folder, state, self.steps, self._side, Copied())
 
-    def load(self, folder: Path, *, trust_others: bool = False) -> None:
+    def load(self, folder: Path, *, trust_others: bool = False, weights_only: bool = False) -> None:
         self._require_here("load")
         self._saver.wait()
         place = CheckpointFolder(Path(folder), trust_others=trust_others)
         saved = place.current()
+        require_whole(place, saved, self._side)
 
         def read(state: dict[str, Any]) -> None:
+            if weights_only:
+                for moments in state.pop("optimizer", {}).values():
+                    for moment in moments.values():
+                        moment.zero_()
             read_state(place, saved, state, self._side)
 
         if base := self._base_state():
             read(base)
             self._require_base(base, folder)
         load_state(self.engine, self._source(), self.rank, read, frozen=self.options.lora is None)
-        self.steps = saved.steps
+        if not weights_only:
+            self.steps = saved.steps
 
     def close(self) -> None:
         super().close()

@@ -2,31 +2,38 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.staging import AsyncStager
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import async_save
 
 from rlmesh.errors import UsageError
 from rlmesh.rl.engines.training import ranks
 from rlmesh.rl.engines.training.checkpoint.checked_reading import CheckedReader, TensorsOnly
+from rlmesh.rl.engines.training.checkpoint.checksums import sums_of
 from rlmesh.rl.engines.training.checkpoint.folders import CheckpointFolder, Saved
 
 KIND = "torch"
 
 
-def write_state(folder: Path, state: dict[str, Any], steps: int, side: dist.ProcessGroup | None) -> Callable[[], Path]:
+def write_state(
+    folder: Path, state: dict[str, Any], steps: int, side: dist.ProcessGroup | None, stage: AsyncStager
+) -> Callable[[], Path]:
     """Copy a state, and begin to write it. A collective step.
 
     Args:
         state: nested mappings of tensors and DTensors; they may differ between ranks.
         side: a group for checkpoints alone.
+        stage: copies the state.
 
     Returns:
         a function that waits, makes the checkpoint the current one, and returns its folder. It is a collective step
@@ -37,15 +44,43 @@ def write_state(folder: Path, state: dict[str, Any], steps: int, side: dist.Proc
     name = _on_first(rank, side, lambda: place.begin(steps), f"{folder}: no checkpoint could be begun")
     data: Path = folder / name
     writer = FileSystemWriter(data, single_file_per_rank=True, sync_files=True)
-    writing: Any = async_save(state, storage_writer=writer, process_group=side, no_dist=side is None)
+    writing: Any = async_save(
+        state, storage_writer=writer, process_group=side, no_dist=side is None, async_stager=stage
+    )
+    failed = f"{folder}: the checkpoint of step {steps} is not complete"
 
     def finish() -> Path:
-        writing.result()
-        saved = Saved(name, steps, KIND, count)
-        _on_first(rank, side, lambda: place.commit(saved), f"{folder}: the checkpoint of step {steps} is not complete")
+        try:
+            writing.result()
+            # Each rank reads its own files, which may be in no other node's page cache.
+            mine = [path.name for path in data.iterdir() if path.name.startswith(f"__{rank}_") or _is_index(path, rank)]
+            parts = ranks.gathered(_attempt(lambda: sums_of(data, mine)), side)
+            if faults := [str(part) for part in parts if isinstance(part, OSError)]:
+                raise OSError(f"{failed}: {faults[0]}")
+            saved = Saved(name, steps, KIND, count, {name: one for part in parts for name, one in part.items()})
+            _on_first(rank, side, lambda: place.commit(saved), failed)
+        except BaseException as error:
+            if rank == 0:  # room for the next one
+                shutil.rmtree(data, ignore_errors=True)
+            if isinstance(error, CheckpointException):  # its text is the tracebacks of all ranks
+                first = next(iter(error.failures.values()))[0]
+                raise OSError(f"{failed}: {first}") from error
+            raise
         return data
 
     return finish
+
+
+def _is_index(path: Path, rank: int) -> bool:
+    return rank == 0 and path.name == ".metadata"
+
+
+def _attempt(work: Callable[[], Any]) -> Any:
+    """The result, or the error: every rank has to tell the others."""
+    try:
+        return work()
+    except OSError as error:
+        return error
 
 
 def _on_first(rank: int, side: dist.ProcessGroup | None, work: Callable[[], Any], failed: str) -> Any:
@@ -67,18 +102,28 @@ def read_state(place: CheckpointFolder, saved: Saved, state: dict[str, Any], sid
     """Fill the tensors of ``state``, in place, from a checkpoint. A collective step; other tensors are not read.
 
     Raises:
-        UsageError: the checkpoint is of another kind, another user can have written it, its index is invalid, or it
-            lacks a tensor of the state or has it in another shape.
+        UsageError: see `require_whole`; or the checkpoint lacks a tensor of the state or has it in another shape.
     """
-    if saved.kind != KIND:
-        raise UsageError(f"{place.folder} holds a checkpoint of kind {saved.kind!r}; this engine reads {KIND!r}")
-    rank, _ = ranks.here()
-    if fault := ranks.from_first(place.fault_in(saved) if rank == 0 else "", side):
-        raise UsageError(fault)
     reader = CheckedReader(place.data_of(saved))
     # On every rank before the collective step, which would wrap an error.
     _require_fit(place.folder, reader.read_metadata(), state)
     load(state, storage_reader=reader, planner=TensorsOnly(), process_group=side, no_dist=side is None)
+
+
+def require_whole(place: CheckpointFolder, saved: Saved, side: dist.ProcessGroup | None) -> None:
+    """Refuse a checkpoint that is not as this library wrote it. A collective step: the ranks share the files.
+
+    Raises:
+        UsageError: the checkpoint is of another kind, another user can have written it, or a file of it is missing,
+            torn or altered.
+    """
+    if saved.kind != KIND:
+        raise UsageError(f"{place.folder} holds a checkpoint of kind {saved.kind!r}; this engine reads {KIND!r}")
+    rank, count = ranks.here()
+    if fault := ranks.from_first(place.fault_in(saved) if rank == 0 else "", side):
+        raise UsageError(fault)
+    if faults := [each for each in ranks.gathered(place.damage_in(saved, rank, count), side) if each]:
+        raise UsageError(faults[0])
 
 
 def _require_fit(folder: Path, metadata: Metadata, state: dict[str, Any]) -> None:

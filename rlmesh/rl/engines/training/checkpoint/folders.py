@@ -7,7 +7,8 @@ the caller trusts it.
 
 ::
 
-    current.json                  {"data": "step-00000020-5f2c91aa", "steps": 20, "kind": "torch", "ranks": 2, …}
+    current.json                  {"data": "step-00000020-5f2c91aa", "steps": 20, "kind": "torch", "ranks": 2,
+                                   "files": {"__0_0.distcp": {"size_bytes": …, "sha256": …}, …}, …}
     step-00000020-5f2c91aa/       __0_0.distcp, __1_0.distcp, .metadata
 """
 
@@ -19,11 +20,12 @@ import os
 import secrets
 import shutil
 import threading
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from rlmesh.errors import UsageError
+from rlmesh.rl.engines.training.checkpoint.checksums import FileSum, damage_of, sums_from
 from rlmesh.rl.engines.training.checkpoint.ownership import (
     close_if_empty,
     fault_of,
@@ -47,12 +49,14 @@ class Saved:
         steps: number of finished optimizer steps.
         kind: "torch": torch's distributed checkpoints, for any number of ranks; "deepspeed-zeroN": DeepSpeed's own.
         ranks: number of ranks that wrote it.
+        files: the size and the checksum of each file of the data.
     """
 
     data: str
     steps: int
     kind: str
     ranks: int
+    files: Mapping[str, FileSum] = field(default_factory=dict)
     format: int = FORMAT
 
 
@@ -90,8 +94,8 @@ class CheckpointFolder:
             found = fields.get("format") if isinstance(fields, dict) else type(fields).__name__
             raise UsageError(f"{path} has format {found!r}; this version reads {FORMAT}")
         try:
-            saved = Saved(**fields)
-        except TypeError as error:
+            saved = Saved(**{**fields, "files": sums_from(fields.get("files", {}))})
+        except (TypeError, ValueError) as error:
             raise UsageError(f"{path} does not say what it should: {error}") from None
         if Path(str(saved.data)).name != saved.data:
             raise UsageError(f"{path} names data outside of its folder: {saved.data!r:.200}")
@@ -109,6 +113,16 @@ class CheckpointFolder:
         except OSError as error:
             return f"the checkpoint in {self.folder} cannot be read: {error}"
         return str(refused(self.folder, fault)) if fault else ""
+
+    def damage_in(self, saved: Saved, rank: int = 0, ranks: int = 1) -> str:
+        """The file of a checkpoint that is not as it was written, for the error; empty if there is none.
+
+        Args:
+            rank, ranks: look at this rank's share of the files.
+        """
+        if damage := damage_of(self.data_of(saved), saved.files, sorted(saved.files)[rank::ranks]):
+            return f"the checkpoint in {self.folder} is not loaded: {damage}"
+        return ""
 
     def begin(self, steps: int) -> str:
         """Make a subfolder for new data; returns its name."""

@@ -1,0 +1,1 @@
+"""Algorithms: sampling, learning and their settings, in one object."""

@@ -1,0 +1,266 @@
+"""`Algorithm`: an environment, runners, a policy and the way it learns."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Self
+
+from rlmesh.envs.algorithms import checkpoint
+from rlmesh.envs.algorithms.algorithm_config import AlgorithmConfig
+from rlmesh.envs.algorithms.results import EpisodeWindow, ResultDict
+from rlmesh.envs.algorithms.train_ops import synchronous_parallel_sample, train_one_step
+from rlmesh.envs.learners.learner_group import LearnerGroup
+from rlmesh.envs.modules.policy import Policy
+from rlmesh.envs.runners.env_runner import DEFAULT_POLICY, EnvRunner
+from rlmesh.envs.runners.env_runner_group import EnvRunnerGroup
+
+__all__ = ["Algorithm"]
+
+
+class Algorithm:
+    """Base of algorithms: `train` calls `training_step`, which a subclass may override; the rest stays the same.
+
+    Args:
+        config: an `AlgorithmConfig`, or a mapping of settings that differ from the defaults.
+        env: replaces the environment of the config.
+
+    Attributes:
+        config: the settings.
+        env_runner_group: the runners; its local one holds the policy that learns.
+        learner_group: updates the policies of the local runner.
+        iteration: number of calls of `train`.
+        window: the last episodes.
+
+    Raises:
+        UsageError: faults of the settings, all in one.
+    """
+
+    def __init__(self, config: AlgorithmConfig | Mapping[str, Any] | None = None, env: Any = None) -> None:
+        if not isinstance(config, AlgorithmConfig):
+            config = self.get_default_config().update_from_dict(config or {})
+        assert isinstance(config, AlgorithmConfig)
+        if env is not None:
+            config = config.copy().environment(env)
+        config.validate()
+        config.freeze()
+        self.config = config
+        self.iteration = self.env_steps_trained = self.agent_steps_trained = 0
+        self.time_total_s = 0.0
+        self.window = EpisodeWindow(config["metrics_num_episodes_for_smoothing"])
+        self._evaluation: EnvRunnerGroup | None = None
+        self.setup(config)
+
+    @classmethod
+    def get_default_config(cls) -> AlgorithmConfig:
+        """The settings that an algorithm without a config has."""
+        return AlgorithmConfig(cls)
+
+    def setup(self, config: AlgorithmConfig) -> None:
+        """Make the runners and learners; a subclass that overrides this method calls it first."""
+        self.env_runner_group = EnvRunnerGroup(
+            **self._runner_arguments(config), num_env_runners=config["num_env_runners"],
+            max_restarts=config["max_env_runner_restarts"] if config["restart_failed_env_runners"] else 0,
+        )  # fmt: skip
+        self.learner_group = LearnerGroup(self.env_runner.policy_map)
+
+    def _runner_arguments(self, config: AlgorithmConfig) -> dict[str, Any]:
+        fragment = config["rollout_fragment_length"]
+        return {
+            "policy_class": config.policy_class(), "env_creator": config["env"], "env_config": config["env_config"],
+            "policy_config": config.policy_config(), "num_envs": config["num_envs_per_env_runner"],
+            "rollout_fragment_length": 200 if fragment == "auto" else fragment, "seed": config["seed"],
+            "new_obs": self.wants_new_obs, "infos": False, "explore": config["explore"],
+            "restart_failed_sub_environments": config["restart_failed_sub_environments"],
+            "vectorize_mode": config["vectorize_mode"], "sample_timeout_s": config["sample_timeout_s"],
+            "connectors": config["connectors"],
+        }  # fmt: skip
+
+    wants_new_obs = False
+    """True for algorithms whose batches have the column ``new_obs``; it doubles the size of a batch."""
+
+    @property
+    def env_runner(self) -> EnvRunner:
+        """The local runner."""
+        return self.env_runner_group.local_env_runner
+
+    @property
+    def workers(self) -> EnvRunnerGroup:
+        """`env_runner_group`, under its older name."""
+        return self.env_runner_group
+
+    def training_step(self) -> ResultDict:
+        """Sample a batch, learn from it, send the weights to the runners; returns results by policy id."""
+        batch = synchronous_parallel_sample(
+            worker_set=self.env_runner_group, max_env_steps=self.config["train_batch_size"]
+        )
+        results = train_one_step(self, batch)
+        self.env_runner_group.sync_weights()
+        return results
+
+    def train(self) -> ResultDict:
+        """One iteration: training steps until ``min_env_steps_per_iteration`` steps are sampled, at least one.
+
+        Returns:
+            ``env_runners`` (returns and lengths of the last episodes, counts), ``learners`` (what the last
+            `training_step` returned), counts and times; ``evaluation``, if it was due.
+        """
+        began = time.monotonic()
+        from rlmesh.envs.runners.episode_stats import EpisodeStats
+
+        parts: list[EpisodeStats] = []
+        steps = 0
+        while True:
+            learners = self.training_step()
+            parts.append(self.env_runner_group.take_stats())
+            steps += parts[-1].env_steps
+            if steps >= self.config["min_env_steps_per_iteration"]:
+                break
+        stats = EpisodeStats.merged(parts)
+        self.window.add(stats)
+        self.iteration += 1
+        result = self._result(stats, learners, time.monotonic() - began)
+        interval = self.config["evaluation_interval"]
+        if interval is not None and self.iteration % interval == 0:
+            result["evaluation"] = self.evaluate()
+        return result
+
+    step = train
+
+    def _result(self, stats: Any, learners: Mapping[str, Any], seconds: float) -> ResultDict:
+        self.time_total_s += seconds
+        episodes = self.window.summary(stats)
+        return ResultDict(
+            training_iteration=self.iteration, env_runners=episodes, learners=learners,
+            info={"learner": learners, "num_env_steps_trained": self.env_steps_trained,
+                  "num_agent_steps_trained": self.agent_steps_trained},
+            episode_reward_mean=episodes["episode_return_mean"], episode_len_mean=episodes["episode_len_mean"],
+            num_env_steps_sampled_lifetime=self.window.env_steps, timesteps_total=self.window.env_steps,
+            time_this_iter_s=seconds, time_total_s=self.time_total_s,
+        )  # fmt: skip
+
+    def count_trained(self, env_steps: int, agent_steps: int) -> None:
+        """Count steps that the policies were trained on."""
+        self.env_steps_trained += env_steps
+        self.agent_steps_trained += agent_steps
+
+    def evaluate(self) -> ResultDict:
+        """Play with the policy of now, by default without exploration, in environments of their own.
+
+        Returns:
+            ``env_runners``: returns and lengths of these episodes alone.
+        """
+        config = self.config.copy().update_from_dict({"explore": False, **self.config["evaluation_config"]})
+        if self._evaluation is None:
+            arguments = self._runner_arguments(config)
+            seed = config["seed"]
+            arguments["seed"] = None if seed is None else seed + 1_000_003
+            arguments["policy_config"] = {**arguments["policy_config"], "estimate_advantages": None}
+            arguments["learn_connectors"] = False
+            number = config["evaluation_num_env_runners"]
+            self._evaluation = EnvRunnerGroup(**arguments, num_env_runners=number)
+        self._evaluation.local_env_runner.set_weights(self.env_runner.get_weights())
+        self._evaluation.sync_weights()
+        amount, episodes = config["evaluation_duration"], config["evaluation_duration_unit"] == "episodes"
+        self._evaluation.sample_all(**{"num_episodes" if episodes else "num_steps": amount})
+        stats = self._evaluation.take_stats()
+        window = EpisodeWindow(max(1, len(stats)))
+        window.add(stats)
+        summary = window.summary(stats)
+        return ResultDict(env_runners=summary, episode_reward_mean=summary["episode_return_mean"])
+
+    def get_policy(self, policy_id: str = DEFAULT_POLICY) -> Policy:
+        """The policy that learns."""
+        return self.env_runner.get_policy(policy_id)
+
+    def get_module(self, module_id: str = DEFAULT_POLICY) -> Any:
+        """The `RLModule` of a policy."""
+        return self.get_policy(module_id).module  # type: ignore[attr-defined]
+
+    def compute_single_action(self, observation: Any, *, explore: bool | None = None) -> Any:
+        """The action for one observation of the environment."""
+        import numpy as np
+
+        rows = self.env_runner._vector.rows
+        row = rows.empty(1)
+        rows.write(row, 0, observation)
+        chosen = self.config["explore"] if explore is None else explore
+        policy = self.get_policy()
+        row = self.env_runner.connectors.single(row)
+        action = policy.explorer(1, 1, explore=chosen).act(0, row)[0]
+        return action.item() if np.ndim(action) == 0 else action
+
+    def get_weights(self, policies: Any = None) -> dict[str, Any]:
+        """Weights by policy id."""
+        return self.env_runner.get_weights()
+
+    def set_weights(self, weights: Mapping[str, Any]) -> None:
+        """Take over weights by policy id, and send them to all runners."""
+        self.env_runner.set_weights(weights)
+        self.env_runner_group.sync_weights()
+
+    def get_state(self) -> dict[str, Any]:
+        """Counters, policies, learners: all that training needs, apart from environments."""
+        return {
+            "policies": {name: policy.get_state() for name, policy in self.env_runner.policy_map.items()},
+            "window": self.window.get_state(),
+            "counters": {name: getattr(self, name) for name in checkpoint.COUNTERS},
+            "connectors": self.env_runner.connectors.shared_state(),
+        }
+
+    def set_state(self, state: Mapping[str, Any]) -> None:
+        """Take over a state of `get_state`, and send the weights to all runners."""
+        for name, each in state["policies"].items():
+            self.get_policy(name).set_state(each)
+        self.window.set_state(state["window"])
+        for name, value in state["counters"].items():
+            setattr(self, name, value)
+        self.env_runner.connectors.set_shared_state(state["connectors"])
+        self.env_runner_group.sync_weights()
+
+    def save(self, checkpoint_dir: str | Path) -> str:
+        """Write a checkpoint into a folder; the folder is there as a whole or not at all.
+
+        Returns:
+            The folder.
+        """
+        return checkpoint.save(self, Path(checkpoint_dir))
+
+    save_to_path = save
+
+    def restore(self, checkpoint_dir: str | Path) -> None:
+        """Go on from a checkpoint of `save`. With the same seed and settings, training on a CPU gives the same numbers
+        as without the interruption, if the environments can be pickled; otherwise new episodes begin.
+
+        Raises:
+            UsageError: there is no checkpoint, or it is of another algorithm or of other networks.
+        """
+        checkpoint.restore(self, Path(checkpoint_dir))
+
+    restore_from_path = restore
+
+    @classmethod
+    def from_checkpoint(cls, checkpoint_dir: str | Path) -> Self:
+        """The algorithm of a checkpoint, with its settings.
+
+        The settings are unpickled, which can run code: open only folders that you trust.
+        """
+        config = checkpoint.config_of(Path(checkpoint_dir))
+        algorithm: Self = (config.algorithm_class if cls is Algorithm else cls)(config)  # type: ignore[assignment]
+        algorithm.restore(checkpoint_dir)
+        return algorithm
+
+    def stop(self) -> None:
+        """Close environments, and end the jobs of remote runners; a second call does nothing."""
+        for group in (getattr(self, "env_runner_group", None), self._evaluation):
+            if group is not None:
+                group.stop()
+
+    cleanup = stop
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()

@@ -1,0 +1,286 @@
+"""`AlgorithmConfig`: the settings of an algorithm, in sections."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any, ClassVar, Self
+
+from rlmesh.envs.algorithms.settings import ALIASES, NOT_THERE, SECTIONS, problems_of
+from rlmesh.envs.environments.registry import did_you_mean, env_creator_of
+from rlmesh.errors import UsageError
+
+if TYPE_CHECKING:
+    from rlmesh.envs.algorithms.algorithm import Algorithm
+    from rlmesh.envs.learners.learner import Learner
+    from rlmesh.envs.modules.policy import Policy
+
+__all__ = ["AlgorithmConfig"]
+
+
+class AlgorithmConfig:
+    """The settings of an algorithm. Methods set them section by section and return the same object::
+
+        PPOConfig().environment("CartPole-v1").env_runners(num_env_runners=2).training(lr=1e-3).build()
+
+    Settings are read as attributes or items: ``config.lr``, ``config["lr"]``. Names of RLlib's older versions are
+    accepted: ``num_workers``, ``rollouts(…)``, ``sgd_minibatch_size``, and their like.
+
+    A subclass names its algorithm, and adds settings by `training_defaults` and changes others by `changed_defaults`.
+
+    Raises:
+        UsageError: an unknown setting, or one of another section; names the nearest right name and section.
+    """
+
+    algo_class: ClassVar[str] = "rlmesh.envs.algorithms.algorithm.Algorithm"
+    """Import path of the algorithm, so that settings need no torch."""
+    training_defaults: ClassVar[Mapping[str, Any]] = {}
+    changed_defaults: ClassVar[Mapping[str, Any]] = {}
+
+    def __init__(self, algo_class: type[Algorithm] | None = None) -> None:
+        sections = {section: dict(settings) for section, settings in SECTIONS.items()}
+        for base in reversed(type(self).__mro__):
+            sections["training"].update(vars(base).get("training_defaults", {}))
+        values = {name: copy.deepcopy(value) for settings in sections.values() for name, value in settings.items()}
+        for base in reversed(type(self).__mro__):
+            for name, value in vars(base).get("changed_defaults", {}).items():
+                if name not in values:
+                    raise UsageError(f"{base.__name__}.changed_defaults: there is no setting {name!r}")
+                values[name] = copy.deepcopy(value)
+        self.__dict__.update(_sections=sections, _values=values, _frozen=False, _algo_class=algo_class)
+
+    def environment(self, env: Any = None, **settings: Any) -> Self:
+        """The environment: a registered name, a Gymnasium id, a class, or a creator.
+
+        Args:
+            env: see above.
+            settings: ``env_config`` (passed to the creator), ``disable_env_checking``.
+        """
+        if env is not None:
+            settings["env"] = env
+        return self._set("environment", settings)
+
+    def env_runners(self, **settings: Any) -> Self:
+        """How environments are stepped.
+
+        Args:
+            settings: ``num_env_runners`` (0: in this process), ``num_envs_per_env_runner``,
+                ``rollout_fragment_length`` (steps of each environment per sample, or ``"auto"``: the batch divided by
+                the number of environments), ``explore``, ``vectorize_mode``, ``sample_timeout_s``,
+                ``connectors`` (objects of `rlmesh.envs.connectors`, applied in their order).
+        """
+        return self._set("env_runners", settings)
+
+    def rollouts(self, **settings: Any) -> Self:
+        """`env_runners`, under its older name."""
+        return self.env_runners(**settings)
+
+    def training(self, **settings: Any) -> Self:
+        """How the algorithm learns: ``lr``, ``gamma``, ``train_batch_size``, ``model``, and the algorithm's own."""
+        return self._set("training", settings)
+
+    def learners(self, **settings: Any) -> Self:
+        """Where the algorithm learns: ``num_learners`` (0: in this process), ``torch_threads``."""
+        return self._set("learners", settings)
+
+    def multi_agent(self, **settings: Any) -> Self:
+        """Policies of several agents. Only one policy is supported so far.
+
+        Raises:
+            UsageError: more than one policy.
+        """
+        return self._set("multi_agent", settings)
+
+    def evaluation(self, **settings: Any) -> Self:
+        """Evaluation: ``evaluation_interval`` (iterations; None: by `Algorithm.evaluate` only),
+        ``evaluation_duration``, ``evaluation_duration_unit`` (``"episodes"`` or ``"timesteps"``),
+        ``evaluation_num_env_runners``, ``evaluation_config`` (settings that differ; by default ``explore=False``)."""
+        return self._set("evaluation", settings)
+
+    def fault_tolerance(self, **settings: Any) -> Self:
+        """Failures: ``restart_failed_env_runners``, ``restart_failed_sub_environments``,
+        ``max_env_runner_restarts`` (of one runner, within ten minutes)."""
+        return self._set("fault_tolerance", settings)
+
+    def rl_module(self, **settings: Any) -> Self:
+        """Networks: ``module_class`` (an `RLModule`), ``model_config``."""
+        return self._set("rl_module", settings)
+
+    def debugging(self, **settings: Any) -> Self:
+        """``seed`` of environments, weights and minibatches."""
+        return self._set("debugging", settings)
+
+    def reporting(self, **settings: Any) -> Self:
+        """``metrics_num_episodes_for_smoothing``: the number of episodes of the means; ``min_env_steps_per_iteration``:
+        `Algorithm.train` repeats the training step until that many steps are sampled."""
+        return self._set("reporting", settings)
+
+    def framework(self, framework: str = "torch") -> Self:
+        """The framework: torch is the only one."""
+        if framework not in ("torch", "torch2"):
+            raise UsageError(f"framework({framework!r}): torch is the only one")
+        return self
+
+    def resources(self, **settings: Any) -> Self:
+        """`learners`, for ``num_gpus=0``; there is no setting for GPUs yet."""
+        if any(settings.values()):
+            raise UsageError(f"resources({', '.join(settings)}): GPUs cannot be chosen yet; leave the call out")
+        return self
+
+    def build(self, env: Any = None) -> Algorithm:
+        """Make the algorithm. All faults of the settings come in one error, before any process starts.
+
+        Args:
+            env: replaces the environment.
+        """
+        if env is not None:
+            self.environment(env)
+        self.validate()
+        return self.algorithm_class(self.copy(copy_frozen=True))
+
+    build_algo = build
+
+    @property
+    def algorithm_class(self) -> type[Algorithm]:
+        """The class that `build` makes an instance of."""
+        from importlib import import_module
+
+        if self._algo_class is not None:
+            return self._algo_class  # type: ignore[no-any-return]
+        module, _, name = self.algo_class.rpartition(".")
+        return getattr(import_module(module), name)  # type: ignore[no-any-return]
+
+    def policy_class(self) -> type[Policy]:
+        """The class of the policy: `ModulePolicy`."""
+        from rlmesh.envs.modules.module_policy import ModulePolicy
+
+        return ModulePolicy
+
+    def learner_class(self) -> type[Learner]:
+        """The class of the learner; a subclass returns its own."""
+        from rlmesh.envs.learners.learner import Learner
+
+        return Learner
+
+    def policy_config(self) -> dict[str, Any]:
+        """The settings that policies and learners get: those of training, and the classes."""
+        training = {name: self._values[name] for name in self._sections["training"] if name != "model"}
+        return {
+            **training, "module_class": self._values["module_class"], "learner_class": self.learner_class(),
+            "model_config": {**self._values["model"], **self._values["model_config"]},
+            "torch_threads": self._values["torch_threads"],
+        }  # fmt: skip
+
+    def problems(self) -> list[str]:
+        """The faults of the settings; a subclass appends those of its own."""
+        found = problems_of(self._values)
+        if self._values["env"] is None:
+            found.append("environment(…): name an environment")
+        else:
+            try:
+                env_creator_of(self._values["env"])
+            except UsageError as error:
+                found.append(str(error))
+        return found
+
+    def validate(self) -> None:
+        """Raise `UsageError` with all faults, if there are any."""
+        if found := self.problems():
+            count = "1 fault" if len(found) == 1 else f"{len(found)} faults"
+            lines = "".join(f"\n  {i}. {fault}" for i, fault in enumerate(found, 1))
+            raise UsageError(f"{type(self).__name__} has {count}:{lines}")
+
+    def copy(self, copy_frozen: bool | None = None) -> Self:
+        """The same settings in an object of their own.
+
+        Args:
+            copy_frozen: True: the copy cannot be changed; otherwise it can.
+        """
+        twin = copy.copy(self)
+        twin.__dict__["_values"] = {
+            name: value if name == "env" else copy.deepcopy(value) for name, value in self._values.items()
+        }
+        twin.__dict__["_frozen"] = bool(copy_frozen)
+        return twin
+
+    def freeze(self) -> None:
+        """Refuse changes from now on."""
+        self.__dict__["_frozen"] = True
+
+    def to_dict(self) -> dict[str, Any]:
+        """All settings by name."""
+        return dict(self._values)
+
+    def update_from_dict(self, settings: Mapping[str, Any]) -> Self:
+        """Set settings of any section."""
+        for name, value in settings.items():
+            self[name] = value
+        return self
+
+    @classmethod
+    def from_dict(cls, settings: Mapping[str, Any]) -> Self:
+        """The defaults with changes."""
+        return cls().update_from_dict(settings)
+
+    def get(self, name: str, default: Any = None) -> Any:
+        return self._values.get(ALIASES.get(name, name), default)
+
+    def keys(self) -> Any:
+        return self._values.keys()
+
+    def items(self) -> Any:
+        return self._values.items()
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._values)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._values or ALIASES.get(str(name)) in self._values
+
+    def __getitem__(self, name: str) -> Any:
+        key = ALIASES.get(name, name)
+        if key not in self._values:
+            raise KeyError(f"{type(self).__name__} has no setting {name!r}.{did_you_mean(name, self._values)}")
+        return self._values[key]
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        key = ALIASES.get(name, name)
+        section = next((each for each, settings in self._sections.items() if key in settings), None)
+        if section is None:
+            raise UsageError(
+                f"{type(self).__name__} has no setting {name!r}.{did_you_mean(name, self._values, listed=False)}"
+            )
+        self._set(section, {name: value})
+
+    def __getattr__(self, name: str) -> Any:
+        values = self.__dict__.get("_values", {})
+        key = ALIASES.get(name, name)
+        if name.startswith("__") or key not in values:
+            raise AttributeError(f"{type(self).__name__} has no setting {name!r}.{did_you_mean(name, values)}")
+        return values[key]
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        self[name] = value
+
+    def _set(self, section: str, given: Mapping[str, Any]) -> Self:
+        where = f"{type(self).__name__}.{section}"
+        if self._frozen:
+            raise UsageError(f"{where}: the algorithm is built; change a copy() of its config and build again")
+        known = self._sections[section]
+        for name, value in given.items():
+            key = ALIASES.get(name, name)
+            if key in NOT_THERE:
+                raise UsageError(f"{where}({name}=…): {NOT_THERE[key]}")
+            if key not in known:
+                other = next((each for each, settings in self._sections.items() if key in settings), None)
+                hint = f" It belongs to {other}(…)." if other else did_you_mean(name, known)
+                raise UsageError(f"{where} has no setting {name!r}.{hint}")
+            if isinstance(known[key], dict) and value is None:
+                value = {}
+            self._values[key] = value
+        return self
+
+    def __repr__(self) -> str:
+        defaults = type(self)()._values if type(self).__init__ is AlgorithmConfig.__init__ else {}
+        changed = {name: value for name, value in self._values.items() if defaults.get(name) != value}
+        return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in changed.items())})"

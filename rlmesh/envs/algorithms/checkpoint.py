@@ -1,0 +1,109 @@
+"""Checkpoints of algorithms: a folder that is there as a whole or not at all."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rlmesh.envs.algorithms.algorithm_config import AlgorithmConfig
+from rlmesh.errors import UsageError
+
+if TYPE_CHECKING:
+    from rlmesh.envs.algorithms.algorithm import Algorithm
+
+__all__ = ["COUNTERS", "config_of", "restore", "save"]
+
+logger = logging.getLogger(__name__)
+
+COUNTERS = ("iteration", "env_steps_trained", "agent_steps_trained", "time_total_s")
+FORMAT = 1
+STATE, CONFIG, RUNNERS = "state.pt", "config.pkl", "runners.pkl"
+
+
+def save(algorithm: Algorithm, folder: Path) -> str:
+    """Write the checkpoint beside its place, then rename it; an older checkpoint in its place is replaced."""
+    import cloudpickle
+    import torch
+
+    folder = folder.absolute()
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    aside = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+    try:
+        state = {"format": FORMAT, "algorithm": type(algorithm).__name__, **algorithm.get_state()}
+        torch.save(_tensors(state), aside / STATE)
+        (aside / CONFIG).write_bytes(cloudpickle.dumps(algorithm.config))
+        (aside / RUNNERS).write_bytes(cloudpickle.dumps(algorithm.env_runner_group.runner_states()))
+        for name in (STATE, CONFIG, RUNNERS):
+            with (aside / name).open("rb") as file:
+                os.fsync(file.fileno())
+        if folder.exists():
+            if not (folder / STATE).exists() and any(folder.iterdir()):
+                raise UsageError(f"save: {folder} is not empty and no checkpoint; name another folder")
+            old = Path(tempfile.mkdtemp(prefix=f".{folder.name}-old-", dir=folder.parent))
+            folder.rename(old / "old")
+            aside.rename(folder)
+            shutil.rmtree(old)
+        else:
+            aside.rename(folder)
+    except BaseException:
+        shutil.rmtree(aside, ignore_errors=True)
+        raise
+    return str(folder)
+
+
+def restore(algorithm: Algorithm, folder: Path) -> None:
+    """Read a checkpoint into an algorithm of the same kind."""
+    import torch
+
+    if not (folder / STATE).is_file():
+        raise UsageError(f"restore: {folder} has no checkpoint (no {STATE})")
+    state = _arrays(torch.load(folder / STATE, weights_only=True))
+    if state.pop("format") != FORMAT:
+        raise UsageError(f"restore: {folder} was written by another version of rlmesh")
+    name = state.pop("algorithm")
+    if name != type(algorithm).__name__:
+        raise UsageError(f"restore: {folder} is a checkpoint of {name}, not of {type(algorithm).__name__}")
+    try:
+        algorithm.set_state(state)
+    except RuntimeError as error:
+        raise UsageError(
+            f"restore: the networks of {folder} are others than those of this algorithm: {error}"
+        ) from None
+    algorithm.env_runner_group.set_runner_states((folder / RUNNERS).read_bytes())
+
+
+def config_of(folder: Path) -> AlgorithmConfig:
+    """The settings of a checkpoint."""
+    import cloudpickle
+
+    if not (folder / CONFIG).is_file():
+        raise UsageError(f"{folder} has no checkpoint (no {CONFIG})")
+    config = cloudpickle.loads((folder / CONFIG).read_bytes())
+    assert isinstance(config, AlgorithmConfig)
+    return config.copy()
+
+
+def _tensors(value: Any) -> Any:
+    """The value with arrays as tensors, so that torch reads it without pickle."""
+    import numpy as np
+    import torch
+
+    if isinstance(value, np.ndarray):
+        return {"__array__": torch.from_numpy(value.copy())}
+    if isinstance(value, np.generic):
+        return value.item()
+    if isinstance(value, dict):
+        return {key: _tensors(each) for key, each in value.items()}
+    return type(value)(map(_tensors, value)) if isinstance(value, list | tuple) else value
+
+
+def _arrays(value: Any) -> Any:
+    if isinstance(value, dict):
+        if value.keys() == {"__array__"}:
+            return value["__array__"].numpy()
+        return {key: _arrays(each) for key, each in value.items()}
+    return type(value)(map(_arrays, value)) if isinstance(value, list | tuple) else value

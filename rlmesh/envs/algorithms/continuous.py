@@ -1,0 +1,104 @@
+"""SAC and TD3: algorithms for bounded continuous actions."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from rlmesh.envs.algorithms.dqn import share_problems
+from rlmesh.envs.algorithms.off_policy import OffPolicy, OffPolicyConfig
+
+if TYPE_CHECKING:
+    from rlmesh.envs.learners.learner import Learner
+
+__all__ = ["SAC", "TD3", "SACConfig", "TD3Config"]
+
+
+class SACConfig(OffPolicyConfig):
+    """Settings of soft actor-critic (Haarnoja et al. 2018), beside those of `OffPolicyConfig`:
+
+    ====================  =========================================================================
+    ``tau``               share by which the target moves to the critics with each update
+    ``initial_alpha``     temperature at the start; it is learnt
+    ``target_entropy``    entropy that it follows; ``"auto"``: minus the dimensions of an action
+    ====================  =========================================================================
+    """
+
+    algo_class: ClassVar = "rlmesh.envs.algorithms.continuous.SAC"
+    training_defaults: ClassVar = {"tau": 0.005, "initial_alpha": 1.0, "target_entropy": "auto"}
+    changed_defaults: ClassVar = {"lr": 1e-3, "num_steps_sampled_before_learning_starts": 500}
+
+    def learner_class(self) -> type[Learner]:
+        from rlmesh.envs.learners.sac import SACLearner
+
+        return SACLearner
+
+    def policy_config(self) -> dict[str, Any]:
+        from rlmesh.envs.modules.continuous import SACModule
+
+        config = super().policy_config()
+        config["module_class"] = config["module_class"] or SACModule
+        return config
+
+    def problems(self) -> list[str]:
+        values, found = self._values, super().problems()
+        if not (isinstance(values["initial_alpha"], int | float) and values["initial_alpha"] > 0):
+            found.append(f"initial_alpha: a number above 0, not {values['initial_alpha']!r}")
+        if values["target_entropy"] != "auto" and not isinstance(values["target_entropy"], int | float):
+            found.append(f"target_entropy: a number or 'auto', not {values['target_entropy']!r}")
+        return found + share_problems(values, "tau")
+
+
+class TD3Config(OffPolicyConfig):
+    """Settings of TD3 (Fujimoto et al. 2018), beside those of `OffPolicyConfig`. Actions are scaled to [-1, 1].
+
+    ======================  =====================================================================
+    ``tau``                 share by which the targets move with each update of the actor
+    ``policy_delay``        updates of the critics for one of the actor
+    ``exploration_noise``   standard deviation of the noise on actions
+    ``target_noise``        standard deviation of the noise on the actions of targets
+    ``target_noise_clip``   largest absolute value of that noise
+    ======================  =====================================================================
+    """
+
+    algo_class: ClassVar = "rlmesh.envs.algorithms.continuous.TD3"
+    training_defaults: ClassVar = {
+        "tau": 0.005, "policy_delay": 2, "exploration_noise": 0.1, "target_noise": 0.2, "target_noise_clip": 0.5,
+    }  # fmt: skip
+    changed_defaults: ClassVar = {"lr": 1e-3, "num_steps_sampled_before_learning_starts": 500}
+
+    def learner_class(self) -> type[Learner]:
+        from rlmesh.envs.learners.td3 import TD3Learner
+
+        return TD3Learner
+
+    def policy_config(self) -> dict[str, Any]:
+        from rlmesh.envs.modules.continuous import TD3Module
+
+        config = super().policy_config()
+        config["module_class"] = config["module_class"] or TD3Module
+        return config
+
+    def problems(self) -> list[str]:
+        values, found = self._values, super().problems()
+        if type(values["policy_delay"]) is not int or values["policy_delay"] < 1:
+            found.append(f"policy_delay: a whole number of at least 1, not {values['policy_delay']!r}")
+        for name in ("exploration_noise", "target_noise", "target_noise_clip"):
+            if not (isinstance(values[name], int | float) and values[name] >= 0):
+                found.append(f"{name}: a number of at least 0, not {values[name]!r}")
+        return found + share_problems(values, "tau")
+
+
+class SAC(OffPolicy):
+    """Soft actor-critic."""
+
+    @classmethod
+    def get_default_config(cls) -> Any:
+        return SACConfig(cls)
+
+
+class TD3(OffPolicy):
+    """Twin delayed deep deterministic policy gradient."""
+
+    @classmethod
+    def get_default_config(cls) -> Any:
+        return TD3Config(cls)

@@ -1,0 +1,168 @@
+"""The base of algorithms that learn from a replay buffer: DQN, SAC, TD3."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import numpy as np
+
+from rlmesh.envs.algorithms.algorithm import Algorithm
+from rlmesh.envs.algorithms.algorithm_config import AlgorithmConfig
+from rlmesh.envs.algorithms.results import ResultDict
+from rlmesh.envs.batches import columns
+from rlmesh.envs.environments.registry import did_you_mean
+from rlmesh.envs.replay import PrioritizedReplayBuffer, ReplayBuffer
+from rlmesh.envs.runners.env_runner import DEFAULT_POLICY
+
+if TYPE_CHECKING:
+    from rlmesh.envs.modules.policy import Policy
+
+__all__ = ["OffPolicy", "OffPolicyConfig"]
+
+BUFFERS: dict[str, type[ReplayBuffer]] = {
+    "ReplayBuffer": ReplayBuffer, "PrioritizedReplayBuffer": PrioritizedReplayBuffer,
+}  # fmt: skip
+BUFFER_KEYS = {"type": None, "capacity": 100_000, "alpha": 0.6, "beta": 0.4, "eps": 1e-6}
+OF_PRIORITIES = ("alpha", "beta", "eps")
+
+
+class OffPolicyConfig(AlgorithmConfig):
+    """Settings of algorithms that learn from a replay buffer, beside those of all algorithms:
+
+    ============================================  ====================================================================
+    ``replay_buffer_config``                      ``type`` (``"ReplayBuffer"`` or ``"PrioritizedReplayBuffer"``),
+                                                  ``capacity`` in steps; with priorities ``alpha``, ``beta``, ``eps``
+    ``n_step``                                    steps of a transition
+    ``num_steps_sampled_before_learning_starts``  steps of environments before the first update
+    ``training_intensity``                        replayed rows per sampled step; None: one update per training step
+    ``train_batch_size``                          rows of an update
+    ``rollout_fragment_length``                   steps of each environment per training step
+    ============================================  ====================================================================
+    """
+
+    training_defaults: ClassVar = {
+        "replay_buffer_config": {"type": "ReplayBuffer", "capacity": 100_000}, "n_step": 1,
+        "num_steps_sampled_before_learning_starts": 1000, "training_intensity": None,
+    }  # fmt: skip
+    changed_defaults: ClassVar = {
+        "rollout_fragment_length": 1, "train_batch_size": 256, "min_env_steps_per_iteration": 1000, "grad_clip": None,
+        "adam_epsilon": 1e-8,
+    }  # fmt: skip
+
+    def policy_class(self) -> type[Policy]:
+        from rlmesh.envs.modules.exploration import OffPolicyModulePolicy
+
+        return OffPolicyModulePolicy
+
+    def problems(self) -> list[str]:
+        values, found = self._values, super().problems()
+        found += buffer_problems(values["replay_buffer_config"])
+        for name, least in (("n_step", 1), ("num_steps_sampled_before_learning_starts", 0)):
+            if type(values[name]) is not int or values[name] < least:
+                found.append(f"{name}: a whole number of at least {least}, not {values[name]!r}")
+        intensity = values["training_intensity"]
+        if intensity is not None and not (isinstance(intensity, int | float) and intensity > 0):
+            found.append(f"training_intensity: a number above 0, or None, not {intensity!r}")
+        if values["rollout_fragment_length"] == "auto":
+            found.append("rollout_fragment_length: a whole number, since the batch is not sampled but replayed")
+        return found
+
+
+def buffer_problems(config: Any) -> list[str]:
+    """The faults of a ``replay_buffer_config``."""
+    if not isinstance(config, Mapping):
+        return [f"replay_buffer_config: a dict, not {config!r}"]
+    found = [
+        f"replay_buffer_config: there is no key {key!r}.{did_you_mean(str(key), BUFFER_KEYS)}"
+        for key in config
+        if key not in BUFFER_KEYS
+    ]
+    kind = config.get("type", "ReplayBuffer")
+    if kind not in BUFFERS:
+        return [*found, f"replay_buffer_config: there is no type {kind!r}.{did_you_mean(str(kind), BUFFERS)}"]
+    if kind == "ReplayBuffer" and (more := [key for key in OF_PRIORITIES if key in config]):
+        found.append(f"replay_buffer_config: {more[0]} belongs to the type 'PrioritizedReplayBuffer'")
+    return found
+
+
+class OffPolicy(Algorithm):
+    """Samples a few steps, adds them to a replay buffer, and updates the policy with replayed transitions.
+
+    Attributes:
+        replay: the buffer; a part of the checkpoint.
+        env_steps_sampled: steps that were added to it.
+    """
+
+    wants_new_obs = True
+
+    def setup(self, config: AlgorithmConfig) -> None:
+        super().setup(config)
+        given = {**BUFFER_KEYS, **config["replay_buffer_config"]}
+        kind = BUFFERS[given["type"] or "ReplayBuffer"]
+        prioritized = kind is PrioritizedReplayBuffer
+        self.replay = kind(
+            given["capacity"], seed=config["seed"], n_step=config["n_step"], gamma=config["gamma"],
+            **({key: given[key] for key in OF_PRIORITIES} if prioritized else {}),
+        )  # fmt: skip
+        self.env_steps_sampled = 0
+        self._due = 0.0
+        needed = (columns.OBS, columns.NEW_OBS, columns.ACTIONS, columns.REWARDS, columns.TERMINATEDS)
+        edges = (columns.TRUNCATEDS, columns.EPS_ID, columns.T) if config["n_step"] > 1 else ()
+        self._stored = (*needed, *edges)
+        runners = max(1, config["num_env_runners"])
+        self._steps = config["rollout_fragment_length"] * self._num_envs(config) * runners
+        self.learner.prepare_exploration(0)
+
+    def _num_envs(self, config: AlgorithmConfig) -> int:
+        number = self.env_runner.num_envs if not config["num_env_runners"] else config["num_envs_per_env_runner"]
+        return int(number)
+
+    @property
+    def learner(self) -> Any:
+        """The learner of the policy."""
+        return self.get_policy().learner  # type: ignore[attr-defined]
+
+    def training_step(self) -> ResultDict:
+        """Sample, add to the buffer, update, and send the weights to the runners."""
+        for batch in self.env_runner_group.sample_all(num_steps=self._steps):
+            self.replay.add({name: batch[name] for name in self._stored})
+            self.env_steps_sampled += len(batch)
+            self._due += len(batch) * self._updates_per_step
+        starts = self.config["num_steps_sampled_before_learning_starts"]
+        stats: dict[str, Any] = {}
+        updates = 0
+        if self.env_steps_sampled >= max(starts, 1):
+            updates, self._due = int(self._due), self._due % 1.0
+            stats = self._updated(updates)
+        else:
+            self._due = 0.0
+        self.learner.prepare_exploration(self.env_steps_sampled)
+        self.env_runner_group.sync_weights()
+        trained = updates * self.config["train_batch_size"]
+        self.count_trained(trained, trained)
+        return ResultDict({DEFAULT_POLICY: {"learner_stats": stats, "num_agent_steps_trained": trained}})
+
+    @property
+    def _updates_per_step(self) -> float:
+        intensity = self.config["training_intensity"]
+        return 1 / self._steps if intensity is None else float(intensity / self.config["train_batch_size"])
+
+    def _updated(self, updates: int) -> dict[str, Any]:
+        stats: dict[str, Any] = {}
+        for _ in range(updates):
+            batch = self.replay.sample(self.config["train_batch_size"])
+            stats = self.learner.update(batch)
+            if isinstance(self.replay, PrioritizedReplayBuffer):
+                self.replay.update_priorities(batch["batch_indexes"], np.abs(self.learner.td_errors))
+        return stats
+
+    def get_state(self) -> dict[str, Any]:
+        own = {"replay": self.replay.state(), "env_steps_sampled": self.env_steps_sampled, "due": self._due}
+        return {**super().get_state(), "off_policy": own}
+
+    def set_state(self, state: Mapping[str, Any]) -> None:
+        own = state["off_policy"]
+        self.replay.restore(own["replay"])
+        self.env_steps_sampled, self._due = own["env_steps_sampled"], own["due"]
+        super().set_state(state)

@@ -1,0 +1,1 @@
+"""Batches: columns of equal length, one row per step of an environment."""

@@ -1,0 +1,44 @@
+"""Names of the columns of a sample batch, as RLlib spells them."""
+
+from __future__ import annotations
+
+__all__ = [
+    "ACTIONS",
+    "ACTION_DIST_INPUTS",
+    "ACTION_LOGP",
+    "ADVANTAGES",
+    "DONES",
+    "ENV_REWARDS",
+    "EPS_ID",
+    "INFOS",
+    "NEW_OBS",
+    "NEXT_VALUES",
+    "OBS",
+    "REWARDS",
+    "TERMINATEDS",
+    "TRUNCATEDS",
+    "VALUE_TARGETS",
+    "VF_PREDS",
+    "T",
+]  # fmt: skip
+
+OBS = "obs"
+NEW_OBS = "new_obs"
+ACTIONS = "actions"
+REWARDS = "rewards"
+ENV_REWARDS = "env_rewards"
+"""The rewards of the environment, where a connector has changed ``rewards``."""
+TERMINATEDS = "terminateds"
+TRUNCATEDS = "truncateds"
+DONES = "dones"
+"""Computed when it is read: ``terminateds | truncateds``. A batch never stores this column."""
+INFOS = "infos"
+EPS_ID = "eps_id"
+T = "t"
+ACTION_LOGP = "action_logp"
+ACTION_DIST_INPUTS = "action_dist_inputs"
+VF_PREDS = "vf_preds"
+NEXT_VALUES = "next_values"
+"""The value of the observation after a step: 0 after a terminal step, the final observation's after a truncated one."""
+ADVANTAGES = "advantages"
+VALUE_TARGETS = "value_targets"

@@ -1,0 +1,60 @@
+"""An environment whose wrappers are watched: resets within a step, and steps of an inner level after its end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+__all__ = ["watch_levels"]
+
+
+class WatchedLevel:
+    """One level of an environment, from the outermost wrapper to the environment itself."""
+
+    def __init__(self, env: Any, outermost: WatchedLevel | None, found: Callable[[str, str], None]) -> None:
+        self.name = type(env).__name__
+        self.outermost = outermost or self
+        self.is_outermost = outermost is None
+        self.stepping = self.ended = False
+        self._found = found
+        self._step, self._reset = env.step, env.reset
+        env.step, env.reset = self.step, self.reset
+
+    def step(self, action: Any) -> Any:
+        if self.ended and not self.is_outermost:
+            self._found("after-the-end", self.name)
+        outer, self.stepping = self.stepping, True
+        try:
+            result = self._step(action)
+        finally:
+            self.stepping = outer
+        if isinstance(result, tuple) and len(result) == 5:
+            self.ended = _true(result[2]) or _true(result[3])
+        return result
+
+    def reset(self, **options: Any) -> Any:
+        if self.outermost.stepping:
+            self._found("double-reset", self.name)
+        result = self._reset(**options)
+        self.ended = False
+        return result
+
+
+def _true(flag: Any) -> bool:
+    try:
+        return bool(flag)
+    except (TypeError, ValueError):
+        return False
+
+
+def watch_levels(env: Any, found: Callable[[str, str], None]) -> None:
+    """Replace ``step`` and ``reset`` of each level; ``found`` gets the name of a check and that of the level's class.
+
+    An environment that calls ``self.reset()`` in its step is found, and a wrapper that repeats actions without looking
+    whether the episode has ended.
+    """
+    outermost: WatchedLevel | None = None
+    while env is not None:
+        level = WatchedLevel(env, outermost, found)
+        outermost = outermost or level
+        env = vars(env).get("env")

@@ -1,0 +1,1 @@
+"""Environments: registered names and creators, and vectors of environments that a runner steps."""

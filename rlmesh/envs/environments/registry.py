@@ -1,0 +1,116 @@
+"""Environments by name, by class or by creator."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from rlmesh.errors import UsageError
+
+__all__ = ["EnvContext", "EnvCreator", "did_you_mean", "env_creator_of", "register_env", "unregister_env"]
+
+EnvCreator = Callable[["EnvContext"], Any]
+"""A function from an `EnvContext` to a Gymnasium environment or vector environment."""
+
+_REGISTERED: dict[str, EnvCreator] = {}
+
+
+class EnvContext(dict[str, Any]):
+    """The configuration of an environment (``env_config``), and the place of the environment among its siblings.
+
+    Attributes:
+        worker_index: number of the runner: 0 for the local one, 1, 2, … for remote ones.
+        vector_index: number of the environment in its runner.
+        num_workers: number of remote runners.
+    """
+
+    def __init__(
+        self, config: Mapping[str, Any] | None = None, *, worker_index: int = 0, vector_index: int = 0,
+        num_workers: int = 0,
+    ) -> None:  # fmt: skip
+        super().__init__(config or {})
+        self.worker_index, self.vector_index, self.num_workers = worker_index, vector_index, num_workers
+
+
+def register_env(name: str, creator: EnvCreator) -> None:
+    """Give an environment a name: ``register_env("maze", lambda context: Maze(context["size"]))``.
+
+    A later registration of the same name replaces the earlier one. Runners in other processes receive the creator
+    itself, so only the process that builds the algorithm registers the name.
+    """
+    if not isinstance(name, str):
+        raise UsageError(f"register_env: the name is text, not {name!r}")
+    if not callable(creator):
+        raise UsageError(f"register_env({name!r}, …): the creator is a function of an EnvContext, not {creator!r}")
+    _REGISTERED[name] = creator
+
+
+def unregister_env(name: str) -> None:
+    """Forget a name of `register_env`; a name that is not there is no error."""
+    _REGISTERED.pop(name, None)
+
+
+def env_creator_of(env: str | type | EnvCreator) -> EnvCreator:
+    """The creator of an environment that is given as a registered name, a Gymnasium id, a class or a creator.
+
+    Raises:
+        UsageError: there is no environment of this name, or the value is none of these; names the nearest name.
+    """
+    if isinstance(env, str):
+        if env in _REGISTERED:
+            return _REGISTERED[env]
+        _require_id(env)
+        return _GymnasiumId(env)
+    if isinstance(env, type):
+        return _OfClass(env)
+    if callable(env):
+        return env
+    raise UsageError(f"an environment is a name, a class or a creator, not {env!r} ({type(env).__name__})")
+
+
+class _GymnasiumId:
+    """Creator of an environment of Gymnasium's registry; ``env_config`` has the keywords of ``gymnasium.make``."""
+
+    def __init__(self, env_id: str) -> None:
+        self.env_id = env_id
+
+    def __call__(self, context: EnvContext) -> Any:
+        import gymnasium
+
+        return gymnasium.make(self.env_id, **{"disable_env_checker": True, **context})
+
+
+class _OfClass:
+    """Creator of an environment by its class, which takes ``env_config`` if it takes an argument."""
+
+    def __init__(self, cls: type) -> None:
+        self.cls = cls
+        self.takes_config = bool(inspect.signature(cls).parameters)
+
+    def __call__(self, context: EnvContext) -> Any:
+        return self.cls(context) if self.takes_config else self.cls()
+
+
+def _require_id(env_id: str) -> None:
+    import gymnasium
+
+    try:
+        gymnasium.spec(env_id)
+    except (gymnasium.error.Error, ModuleNotFoundError) as error:
+        known = [*_REGISTERED, *map(str, gymnasium.registry)]
+        hint = did_you_mean(env_id, known, listed=False)
+        raise UsageError(
+            f"there is no environment {env_id!r}: neither register_env nor Gymnasium knows the name ({error}).{hint}"
+        ) from None
+
+
+def did_you_mean(name: str, valid: Iterable[str], *, listed: bool = True) -> str:
+    """`` Did you mean 'x'?`` for the nearest valid name; if none is near, a list of the names, or nothing."""
+    names = sorted(set(valid))
+    lowered = {each.lower(): each for each in names}
+    near = difflib.get_close_matches(str(name).lower(), list(lowered), n=1, cutoff=0.6)
+    if near:
+        return f" Did you mean {lowered[near[0]]!r}?"
+    return f" Valid: {', '.join(names)}." if names and listed else ""

@@ -1,0 +1,1 @@
+"""Learners: they compute losses of modules and update the modules."""

@@ -1,0 +1,93 @@
+"""Adam over one flat tensor: small networks need few kernels per step, and torch's compiler is not imported."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+
+__all__ = ["FlatAdam"]
+
+
+class FlatAdam:
+    """Adam (Kingma and Ba 2015, algorithm 1) with the formula and the defaults of ``torch.optim.Adam``.
+
+    Parameters and gradients become views of one tensor each. A step is then eight kernels, whatever the number of
+    layers, where an optimizer of torch runs several per parameter. Its constructor imports torch's compiler, which
+    takes one to two seconds.
+
+    Args:
+        parameters: of one element type, on one device.
+        lr, betas, eps: as of ``torch.optim.Adam``.
+
+    Attributes:
+        param_groups: one dict with ``lr``, which may be set between steps.
+    """
+
+    def __init__(
+        self, parameters: Iterable[torch.nn.Parameter], lr: float, betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+    ) -> None:  # fmt: skip
+        self.parameters = list(parameters)
+        self.betas, self.eps = betas, eps
+        self.param_groups: list[dict[str, Any]] = [{"params": self.parameters, "lr": lr}]
+        self.flat = torch.cat([p.detach().reshape(-1) for p in self.parameters])
+        self.gradient = torch.zeros_like(self.flat)
+        self.mean, self.square, self.count = torch.zeros_like(self.flat), torch.zeros_like(self.flat), 0
+        self._gradients: list[torch.Tensor] = []
+        start = 0
+        for p in self.parameters:
+            end = start + p.numel()
+            p.data = self.flat[start:end].view_as(p)
+            self._gradients.append(self.gradient[start:end].view_as(p))
+            p.grad = self._gradients[-1]
+            start = end
+
+    @staticmethod
+    def fits(parameters: Iterable[torch.nn.Parameter]) -> bool:
+        """True for parameters of one element type on one device."""
+        return len({(p.dtype, p.device) for p in parameters}) == 1
+
+    def zero_grad(self, set_to_none: bool = False) -> None:
+        """Set gradients to zero; they stay views of one tensor."""
+        self._gather()
+        self.gradient.zero_()
+
+    def clip(self, most: float) -> torch.Tensor:
+        """Scale the gradients so that their norm is at most ``most``; returns the norm from before."""
+        self._gather()
+        norm: torch.Tensor = torch.linalg.vector_norm(self.gradient)
+        self.gradient.mul_((most / (norm + 1e-6)).clamp(max=1.0))
+        return norm
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """Update the parameters by their gradients."""
+        self._gather()
+        self.count += 1
+        (beta1, beta2), lr = self.betas, self.param_groups[0]["lr"]
+        self.mean.lerp_(self.gradient, 1 - beta1)
+        self.square.mul_(beta2).addcmul_(self.gradient, self.gradient, value=1 - beta2)
+        scale = math.sqrt(1 - beta2**self.count)
+        self.flat.addcdiv_(
+            self.mean, self.square.sqrt().div_(scale).add_(self.eps), value=-lr / (1 - beta1**self.count)
+        )
+
+    def _gather(self) -> None:
+        """Take in gradients that somebody replaced, for instance by ``module.zero_grad()``."""
+        for p, own in zip(self.parameters, self._gradients, strict=True):
+            if p.grad is not own:
+                own.zero_() if p.grad is None else own.copy_(p.grad)
+                p.grad = own
+
+    def state_dict(self) -> dict[str, Any]:
+        """Moments and their count, in memory of their own."""
+        return {"mean": self.mean.clone(), "square": self.square.clone(), "count": self.count}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over a state of `state_dict`."""
+        self.mean.copy_(state["mean"])
+        self.square.copy_(state["square"])
+        self.count = state["count"]

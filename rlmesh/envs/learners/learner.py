@@ -1,0 +1,185 @@
+"""`Learner`: updates a module with batches."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+
+from rlmesh.envs.batches.sample_batch import SampleBatch
+from rlmesh.envs.learners.flat_adam import FlatAdam
+from rlmesh.envs.learners.schedule import scheduled
+from rlmesh.envs.modules.rl_module import RLModule
+from rlmesh.errors import UsageError
+
+__all__ = ["Learner", "threads"]
+
+SMALL = 1_000_000
+"""Modules with fewer parameters, and without convolutions, are updated on one thread: more threads cost more."""
+DEFAULTS: dict[str, Any] = {
+    "lr": 3e-4, "grad_clip": 0.5, "num_epochs": 1, "minibatch_size": None, "adam_epsilon": 1e-5,
+}  # fmt: skip
+
+
+class Learner:
+    """Base of learners: a subclass defines `loss`, and may define `make_optimizer` or `update`.
+
+    Args:
+        module: the module to update.
+        config: ``lr`` (a number or a schedule over trained steps), ``grad_clip`` (largest norm of the gradients; None
+            for no limit), ``num_epochs``, ``minibatch_size`` (None: the whole batch), ``adam_epsilon``, ``seed``, and
+            the settings of the loss.
+
+    Attributes:
+        wants: columns that `loss` reads; they become tensors.
+        steps: rows that this learner was given so far, each counted once.
+    """
+
+    wants: ClassVar[tuple[str, ...]] = ()
+
+    def __init__(self, module: RLModule, config: Mapping[str, Any]) -> None:
+        self.module = module
+        self.config: dict[str, Any] = {**DEFAULTS, **config}
+        self.steps = 0
+        self.generator = torch.Generator()
+        self.generator.manual_seed(self.config.get("seed") or torch.seed())
+        self._parameters = [p for p in module.parameters() if p.requires_grad]
+        self.optimizer = self.make_optimizer(self._parameters)
+        convolutions = any(isinstance(layer, torch.nn.Conv2d) for layer in module.modules())
+        small = sum(p.numel() for p in self._parameters) < SMALL and not convolutions
+        self._threads: int | None = self.config.get("torch_threads") or (1 if small else None)
+
+    def make_optimizer(self, parameters: list[torch.nn.Parameter]) -> FlatAdam | torch.optim.Optimizer:
+        """The optimizer: Adam; a subclass may return one of torch's."""
+        lr = scheduled(self.config["lr"], 0)
+        if FlatAdam.fits(parameters):
+            return FlatAdam(parameters, lr, eps=self.config["adam_epsilon"])
+        return torch.optim.Adam(parameters, lr=lr, eps=self.config["adam_epsilon"])
+
+    def loss(self, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """The loss of a minibatch, and statistics: tensors without axes, averaged over the last epoch.
+
+        Args:
+            batch: the columns that the learner `wants`, ``[rows, …]``.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has no loss")
+
+    def before_update(self) -> None:
+        """Set what depends on `steps`, such as schedules, before an update."""
+
+    def after_update(self, stats: dict[str, float]) -> None:
+        """Adapt settings to the statistics of an update."""
+
+    def update(self, batch: SampleBatch) -> dict[str, float]:
+        """Update the module with ``num_epochs`` passes over a batch, in minibatches of random rows.
+
+        Returns:
+            Statistics of the last pass, and the learning rate.
+
+        Raises:
+            UsageError: the batch is empty or lacks a column.
+            FloatingPointError: the loss is NaN or infinite; the weights are those from before the update.
+        """
+        tensors = self.tensors_of(batch)
+        rows, config = len(batch), self.config
+        size = min(config["minibatch_size"] or rows, rows)
+        lr = scheduled(config["lr"], self.steps)
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        self.before_update()
+        self.module.train()
+        sums: dict[str, torch.Tensor] = {}
+        minibatches = 0
+        with threads(self._threads), self._kept_if_it_fails():
+            for epoch in range(config["num_epochs"]):
+                order = torch.randperm(rows, generator=self.generator) if size < rows else None
+                is_last = epoch == config["num_epochs"] - 1
+                for start in range(0, rows, size):
+                    part = tensors
+                    if order is not None:
+                        index = order[start : start + size]
+                        part = {name: tensor.index_select(0, index) for name, tensor in tensors.items()}
+                    stats = self._step(part)
+                    if is_last:
+                        minibatches += 1
+                        for name, value in stats.items():
+                            sums[name] = sums[name] + value if name in sums else value
+            names = list(sums)
+            values = (torch.stack([sums[name].float() for name in names]) / minibatches).tolist()
+            if not all(map(np.isfinite, values)):
+                raise FloatingPointError(f"the update gave {dict(zip(names, values, strict=True))}")
+        self.steps += rows
+        result = dict(zip(names, values, strict=True))
+        self.after_update(result)
+        return {**result, "curr_lr": lr}
+
+    def tensors_of(self, batch: SampleBatch) -> dict[str, torch.Tensor]:
+        """The columns of a batch that `loss` reads, as tensors on the same memory."""
+        if not len(batch):
+            raise UsageError(f"{type(self).__name__}: the batch has no rows to learn from")
+        lacks = [name for name in self.wants if name not in batch]
+        if lacks:
+            raise UsageError(f"{type(self).__name__} needs the column {lacks[0]!r}; the batch has {', '.join(batch)}")
+        return {name: torch.from_numpy(_writable(batch[name])) for name in self.wants}
+
+    def _step(self, part: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        loss, stats = self.loss(part)
+        self.optimizer.zero_grad()
+        loss.backward()
+        if (most := self.config["grad_clip"]) is not None:
+            if isinstance(self.optimizer, FlatAdam):
+                stats["grad_norm"] = self.optimizer.clip(most)
+            else:
+                stats["grad_norm"] = torch.nn.utils.clip_grad_norm_(self._parameters, most).detach()
+        self.optimizer.step()
+        stats["total_loss"] = loss.detach()
+        return stats
+
+    @contextmanager
+    def _kept_if_it_fails(self) -> Iterator[None]:
+        """Put the weights and the optimizer back if the block raises."""
+        state = copy.deepcopy(self.optimizer.state_dict())
+        weights = [p.detach().clone() for p in self._parameters]
+        try:
+            yield
+        except BaseException:
+            with torch.no_grad():
+                for p, kept in zip(self._parameters, weights, strict=True):
+                    p.copy_(kept)
+            self.optimizer.load_state_dict(state)
+            raise
+
+    def get_state(self) -> dict[str, Any]:
+        """Optimizer, generator and counters; tensors and numbers only."""
+        return {
+            "optimizer": self.optimizer.state_dict(), "generator": self.generator.get_state(), "steps": self.steps,
+        }  # fmt: skip
+
+    def set_state(self, state: Mapping[str, Any]) -> None:
+        """Take over a state of `get_state`."""
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.generator.set_state(state["generator"])
+        self.steps = state["steps"]
+
+
+def _writable(array: np.ndarray) -> np.ndarray:
+    """The array, or a copy if it is read-only memory, of which torch has no tensors."""
+    return array if array.flags.writeable else array.copy()
+
+
+@contextmanager
+def threads(number: int | None) -> Iterator[None]:
+    """Let torch use this many threads within the block; None changes nothing."""
+    before = torch.get_num_threads()
+    if number is None or number == before:
+        yield
+        return
+    torch.set_num_threads(number)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

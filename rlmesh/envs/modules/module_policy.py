@@ -1,0 +1,172 @@
+"""`ModulePolicy`: the policy of an `RLModule`, for runners and learners."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from rlmesh.envs.batches import columns
+from rlmesh.envs.batches.estimates import fragment_gae
+from rlmesh.envs.batches.sample_batch import SampleBatch
+from rlmesh.envs.modules.numpy_forward import NumpyForward
+from rlmesh.envs.modules.policy import Explorer, Policy
+from rlmesh.envs.modules.rl_module import ActorCriticModule, RLModule
+
+if TYPE_CHECKING:
+    from rlmesh.envs.learners.learner import Learner
+    from rlmesh.envs.runners.fragments import Fragment
+
+__all__ = ["ModuleExplorer", "ModulePolicy"]
+
+VALUE_ROWS = 4096
+"""Observations of which values are computed at once; bounds the memory of convolutions."""
+
+
+class ModulePolicy(Policy):
+    """A policy whose networks are an `RLModule`.
+
+    Args:
+        config: ``module_class`` and ``model_config`` build the module; ``learner_class`` and its settings say how
+            `learn_on_batch` learns; ``estimate_advantages``, ``gamma`` and ``lambda_`` what is added to fragments;
+            ``seed`` seeds weights and actions.
+    """
+
+    def __init__(self, observation_space: Any, action_space: Any, config: Mapping[str, Any] | None = None) -> None:
+        super().__init__(observation_space, action_space, config)
+        seed = self.config.get("model_seed", self.config.get("seed"))
+        with torch.random.fork_rng(devices=[]):
+            if seed is not None:
+                torch.manual_seed(seed)
+            module_class: type[RLModule] = self.config.get("module_class") or ActorCriticModule
+            self.module = module_class(observation_space, action_space, self.config.get("model_config"))
+        self.module.requires_grad_(True)
+        self._learner: Learner | None = None
+
+    @property
+    def model(self) -> RLModule:
+        """The module, under the name of RLlib's older API."""
+        return self.module
+
+    @property
+    def learner(self) -> Learner:
+        """The learner that updates this policy's module; made when it is first needed."""
+        if self._learner is None:
+            from rlmesh.envs.learners.learner import Learner
+
+            learner_class: type[Learner] = self.config.get("learner_class") or Learner
+            self._learner = learner_class(self.module, self.config)
+        return self._learner
+
+    def compute_actions(
+        self, obs_batch: np.ndarray, state_batches: Any = None, *, explore: bool = True, **more: Any
+    ) -> tuple[np.ndarray, Any, dict[str, np.ndarray]]:
+        explorer = self.explorer(1, len(obs_batch), explore=explore)
+        actions = explorer.act(0, np.asarray(obs_batch))
+        extra = {name: column[:, 0] for name, column in explorer.columns().items() if name != columns.ACTIONS}
+        return actions, state_batches, extra
+
+    def learn_on_batch(self, batch: SampleBatch) -> dict[str, Any]:
+        """Update the module with one batch; see the learner's ``update``."""
+        return {"learner_stats": self.learner.update(batch), "num_agent_steps_trained": len(batch)}
+
+    def get_weights(self) -> dict[str, np.ndarray]:
+        """Parameters and buffers as arrays, in memory of their own."""
+        return {name: tensor.detach().cpu().numpy().copy() for name, tensor in self.module.state_dict().items()}
+
+    def set_weights(self, weights: Mapping[str, np.ndarray]) -> None:
+        tensors = {name: torch.from_numpy(np.array(value)) for name, value in weights.items()}
+        self.module.load_state_dict(tensors)
+
+    def get_state(self) -> dict[str, Any]:
+        state = super().get_state()
+        return {**state, "learner": self._learner.get_state() if self._learner is not None else None}
+
+    def set_state(self, state: Mapping[str, Any]) -> None:
+        super().set_state(state)
+        if state.get("learner") is not None:
+            self.learner.set_state(state["learner"])
+
+    def explorer(self, steps: int, size: int, *, explore: bool) -> ModuleExplorer:
+        return ModuleExplorer(self, steps, size, explore=explore)
+
+    @torch.inference_mode()
+    def values_of(self, observations: np.ndarray) -> np.ndarray:
+        """Values of observations, ``[rows]``, float32."""
+        parts = [observations[i : i + VALUE_ROWS] for i in range(0, len(observations), VALUE_ROWS)]
+        each = [
+            self.module.compute_values({columns.OBS: torch.from_numpy(part)}).detach().float().numpy() for part in parts
+        ]
+        return np.concatenate(each) if each else np.zeros(0, np.float32)
+
+    @torch.inference_mode()
+    def postprocess_fragment(self, fragment: Fragment) -> None:
+        """Add log-probabilities of the actions, and, if the algorithm wants them, values and advantages."""
+        given = fragment.columns
+        if columns.ACTION_LOGP not in given and columns.ACTION_DIST_INPUTS in given and self.module.distribution:
+            inputs, actions = (torch.from_numpy(given[n]) for n in (columns.ACTION_DIST_INPUTS, columns.ACTIONS))
+            given[columns.ACTION_LOGP] = self.module.distribution.log_prob(inputs, actions).numpy()
+        if not self.config.get("estimate_advantages"):
+            return
+        values = given.get(columns.VF_PREDS)
+        if values is None:
+            values = self.values_of(fragment.flat(columns.OBS)).reshape(fragment.size, fragment.steps)
+        next_values = fragment.next_values(values, self.values_of)
+        advantages, targets = fragment_gae(
+            given[columns.REWARDS].T, values.T, next_values.T, fragment.goes_on().T, self.config["gamma"],
+            self.config["lambda_"],
+        )  # fmt: skip
+        given[columns.VF_PREDS] = values
+        given[columns.ADVANTAGES], given[columns.VALUE_TARGETS] = advantages.T, targets.T
+
+
+class ModuleExplorer(Explorer):
+    """Acts by the module: in NumPy if the module is a small stack of linear layers, else in torch."""
+
+    policy: ModulePolicy
+
+    def __init__(self, policy: ModulePolicy, steps: int, size: int, *, explore: bool) -> None:
+        super().__init__(policy, steps, size, explore=explore)
+        module = policy.module
+        self._module, self._distribution = module, module.distribution
+        self._forward = module.forward_exploration if explore else module.forward_inference
+        # Made anew for each fragment: weights change between fragments only.
+        self._fast = NumpyForward.of(module.exploration_layers())
+        if self._distribution is not None:
+            self._inputs = np.zeros((size, steps, self._distribution.size), np.float32)
+            self._noise = self._distribution.noise(policy.rng, (steps, size)) if explore else None
+
+    def act(self, time: int, observations: np.ndarray) -> np.ndarray:
+        if self._fast is not None:
+            inputs, outputs = self._fast(observations), {}
+        else:
+            with torch.inference_mode():
+                outputs = dict(self._forward({columns.OBS: torch.from_numpy(observations)}))
+            if columns.ACTIONS in outputs:
+                actions = outputs.pop(columns.ACTIONS).detach().numpy()
+                self._keep(time, outputs)
+                self.actions[:, time] = actions
+                return self.actions[:, time]
+            inputs = outputs.pop(columns.ACTION_DIST_INPUTS).detach().numpy()
+        assert self._distribution is not None, "a module without a distribution returns actions"
+        self._inputs[:, time] = inputs
+        noise = self._noise
+        actions = self._distribution.mode(inputs) if noise is None else self._distribution.sample(inputs, noise[time])
+        self.actions[:, time] = actions
+        if outputs:
+            self._keep(time, outputs)
+        return self._distribution.to_env(actions)
+
+    def _keep(self, time: int, outputs: Mapping[str, torch.Tensor]) -> None:
+        for name, value in outputs.items():
+            array = value.detach().numpy()
+            if name not in self.extra:
+                self.extra[name] = np.zeros((self.size, self.steps, *array.shape[1:]), array.dtype)
+            self.extra[name][:, time] = array
+
+    def columns(self) -> dict[str, np.ndarray]:
+        if self._distribution is None:
+            return super().columns()
+        return {**super().columns(), columns.ACTION_DIST_INPUTS: self._inputs}

@@ -1,0 +1,138 @@
+"""`RLModule`: the networks of a policy, with a forward pass for each phase of reinforcement learning."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from rlmesh.envs.batches import columns
+from rlmesh.envs.environments.registry import did_you_mean
+from rlmesh.envs.modules.distributions import ActionDistribution, GaussianActions, distribution_of
+from rlmesh.envs.modules.encoders import LogStdColumns, encoder_of, is_image, mlp
+from rlmesh.errors import UsageError
+
+__all__ = ["MODEL_DEFAULTS", "ActorCriticModule", "RLModule"]
+
+MODEL_DEFAULTS: dict[str, Any] = {
+    "fcnet_hiddens": (64, 64),
+    "fcnet_activation": "tanh",
+    "conv_filters": None,
+    "conv_features": 512,
+    "vf_share_layers": None,
+    "log_std_init": 0.0,
+}
+"""Settings of the built-in modules. ``vf_share_layers=None``: only convolutions are shared by policy and value."""
+
+
+class RLModule(nn.Module):
+    """Base of modules: a subclass builds its networks in `setup` and defines `forward_train`.
+
+    A batch is a dict of tensors, ``obs`` among them. Forward passes return a dict: ``action_dist_inputs`` are the
+    parameters of `distribution`, ``[rows, distribution.size]``; ``vf_preds`` are values, ``[rows]``. A module may
+    return ``actions`` itself, with ``action_logp`` where the algorithm needs log-probabilities.
+
+    Args:
+        observation_space: Gymnasium's space of a row of observations.
+        action_space: Gymnasium's action space.
+        model_config: settings; unknown keys are refused, with the nearest right one.
+
+    Attributes:
+        distribution: of the actions.
+        known_settings: keys of ``model_config`` and their defaults; a subclass adds its own.
+    """
+
+    known_settings: Mapping[str, Any] = MODEL_DEFAULTS
+
+    def __init__(
+        self, observation_space: Any, action_space: Any, model_config: Mapping[str, Any] | None = None
+    ) -> None:
+        super().__init__()
+        self.observation_space, self.action_space = observation_space, action_space
+        self.model_config = self.settings(model_config)
+        self.distribution: ActionDistribution | None = None
+        self.setup()
+
+    @classmethod
+    def settings(cls, given: Mapping[str, Any] | None) -> dict[str, Any]:
+        """The settings with defaults filled in.
+
+        Raises:
+            UsageError: an unknown key.
+        """
+        wrong = next((key for key in given or {} if key not in cls.known_settings), None)
+        if wrong is not None:
+            raise UsageError(f"model_config has no key {wrong!r}.{did_you_mean(wrong, cls.known_settings)}")
+        return {**cls.known_settings, **(given or {})}
+
+    def setup(self) -> None:
+        """Build the networks."""
+
+    def forward_train(self, batch: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """The pass of a loss, with gradients."""
+        raise NotImplementedError(f"{type(self).__name__} has no forward_train")
+
+    def forward_exploration(self, batch: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """The pass that samples for training; without gradients."""
+        return self.forward_train(batch)
+
+    def forward_inference(self, batch: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """The pass that takes the best actions; without gradients."""
+        return self.forward_exploration(batch)
+
+    def forward(self, batch: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        return self.forward_train(batch)
+
+    def compute_values(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """Values of observations, ``[rows]``."""
+        return self.forward_train(batch)[columns.VF_PREDS]
+
+    def exploration_layers(self) -> nn.Module | None:
+        """The layers from ``obs`` to ``action_dist_inputs``, if plain layers are all there is; None otherwise.
+
+        A runner evaluates small stacks of linear layers in NumPy instead of calling `forward_exploration`.
+        """
+        return None
+
+
+class ActorCriticModule(RLModule):
+    """A policy and a value function: MLPs for vectors, convolutions for images; see `MODEL_DEFAULTS`."""
+
+    distribution: ActionDistribution
+
+    def setup(self) -> None:
+        config = self.model_config
+        distribution = self.distribution = distribution_of(self.action_space)
+        shares = config["vf_share_layers"]
+        self.shares = is_image(self.observation_space) if shares is None else bool(shares)
+        self.encoder, width = encoder_of(self.observation_space, config)
+        self.value_encoder = None if self.shares else encoder_of(self.observation_space, config)[0]
+        if isinstance(distribution, GaussianActions):
+            means = mlp([width, distribution.dim], "tanh", last_gain=0.01)
+            self.policy_head = nn.Sequential(*means, LogStdColumns(distribution.dim, config["log_std_init"]))
+        else:
+            self.policy_head = mlp([width, distribution.size], "tanh", last_gain=0.01)
+        self.value_head = mlp([width, 1], "tanh", last_gain=1.0)
+
+    def forward_train(self, batch: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        features = self.encoder(batch[columns.OBS])
+        values = features if self.value_encoder is None else self.value_encoder(batch[columns.OBS])
+        return {
+            columns.ACTION_DIST_INPUTS: self.policy_head(features),
+            columns.VF_PREDS: self.value_head(values).squeeze(-1),
+        }
+
+    def forward_exploration(self, batch: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        if self.shares:
+            return self.forward_train(batch)
+        return {columns.ACTION_DIST_INPUTS: self.policy_head(self.encoder(batch[columns.OBS]))}
+
+    def compute_values(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        encoder = self.encoder if self.value_encoder is None else self.value_encoder
+        values: torch.Tensor = self.value_head(encoder(batch[columns.OBS])).squeeze(-1)
+        return values
+
+    def exploration_layers(self) -> nn.Module | None:
+        return nn.Sequential(self.encoder, self.policy_head)

@@ -1,0 +1,409 @@
+"""`EnvRunner`: steps its environments with its policy and returns batches."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import numpy as np
+
+from rlmesh.envs.batches import columns
+from rlmesh.envs.batches.sample_batch import SampleBatch
+from rlmesh.envs.connectors.connector import Connector, ConnectorPipeline
+from rlmesh.envs.environments.gym_vector import GymVector
+from rlmesh.envs.environments.local_vector import LocalVector, env_seed
+from rlmesh.envs.environments.registry import EnvContext, EnvCreator, did_you_mean, env_creator_of
+from rlmesh.envs.modules.policy import Policy
+from rlmesh.envs.runners.episode_stats import EpisodeStats
+from rlmesh.envs.runners.fragments import Fragment
+from rlmesh.errors import UsageError
+
+__all__ = ["DEFAULT_POLICY", "EnvRunner", "RolloutWorker"]
+
+logger = logging.getLogger(__name__)
+
+DEFAULT_POLICY = "default_policy"
+KEPT = ("_obs", "_raw", "_eps_id", "_t", "_returns")
+"""Arrays of a runner's state, if its environments can be pickled."""
+CONNECTORS = "__connectors__"
+"""Key of the connectors' shared state among the weights."""
+POLICY_PLACE = 0xFFFF
+"""The place of the policy among the environments, for its seed."""
+EPISODE_CHUNK = 64
+"""Time steps between two looks at the number of finished episodes, when episodes are asked for."""
+VECTORIZE_MODES = ("local", "sync", "async", "vector_entry_point")
+
+
+class EnvRunner:
+    """Environments and a policy in this process: `sample` steps all environments with one forward pass per step.
+
+    Args:
+        env_creator: a registered name, a Gymnasium id, a class, or a function of an `EnvContext` that returns a
+            Gymnasium environment or vector environment.
+        policy_class: class of the policy, called with observation space, action space and ``policy_config``.
+        env_config: passed to the creator.
+        num_envs: number of environments; a vector environment has its own number.
+        rollout_fragment_length: steps of each environment of a `sample()` without arguments.
+        seed: seeds environments (each with a seed of its own) and policy; None: unseeded.
+        worker_index, num_workers: number of this runner, and of all remote ones.
+        start: how often this runner was restarted; new starts get new seeds and episode ids.
+        new_obs, infos: collect these columns.
+        explore: sample actions; False takes the most probable ones.
+        restart_failed_sub_environments: an environment that raises is made again; False: its error is raised.
+        vectorize_mode: ``local`` steps environments in this process; the others are those of ``gymnasium.make_vec``,
+            for ids of Gymnasium.
+        connectors: change observations and rewards on their way to the policy; see `rlmesh.envs.connectors`.
+        learn_connectors: False leaves the statistics of connectors as they are.
+
+    Raises:
+        UsageError: arguments or spaces that cannot work.
+    """
+
+    def __init__(
+        self, env_creator: str | type | EnvCreator, policy_class: type[Policy], *,
+        policy_config: Mapping[str, Any] | None = None, env_config: Mapping[str, Any] | None = None, num_envs: int = 1,
+        rollout_fragment_length: int = 200, seed: int | None = None, worker_index: int = 0, num_workers: int = 0,
+        start: int = 0, new_obs: bool = True, infos: bool = True, explore: bool = True,
+        restart_failed_sub_environments: bool = True, vectorize_mode: str = "local",
+        connectors: Iterable[Connector] = (), learn_connectors: bool = True,
+    ) -> None:  # fmt: skip
+        for name, value in (("num_envs", num_envs), ("rollout_fragment_length", rollout_fragment_length)):
+            if type(value) is not int or value < 1:
+                raise UsageError(f"EnvRunner({name}={value!r}): a whole number of at least 1")
+        self.worker_index, self.start, self.seed = worker_index, start, seed
+        self.rollout_fragment_length = rollout_fragment_length
+        self._new_obs, self._infos, self.explore = new_obs, infos, explore
+        self.env_config = dict(env_config or {})
+        self.num_workers = num_workers
+        self._vector = self._vector_of(env_creator, num_envs, vectorize_mode, restart_failed_sub_environments)
+        self.num_envs = self._vector.size
+        spaces = self._vector.rows.space
+        self.connectors = ConnectorPipeline(connectors, spaces, self.num_envs, learn=learn_connectors)
+        config = dict(policy_config or {})
+        if seed is not None:
+            config.setdefault("model_seed", seed)
+            config["seed"] = env_seed(seed, worker_index, POLICY_PLACE, start)
+        self.policy = policy_class(self.observation_space, self._vector.action_space, config)
+        self.weights_version = -1
+        self._obs, self._raw = self._empty(self.num_envs), self._vector.rows.empty(self.num_envs)
+        self._stats = EpisodeStats()
+        self._must_reset, self._obs_known = True, False
+        # 2 ** 22 runners, 2 ** 12 restarts, 2 ** 29 episodes: unique over all runners of a run.
+        self._next_episode = (worker_index << 41) | ((start & 0xFFF) << 29)
+        self._eps_id = np.zeros(self.num_envs, np.int64)
+        self._t = np.zeros(self.num_envs, np.int64)
+        self._returns = np.zeros(self.num_envs)
+
+    def __call__(self) -> EnvRunner:
+        """This runner: ``group.local_worker()`` was a method in older versions."""
+        return self
+
+    @property
+    def observation_space(self) -> Any:
+        """The space of a row of the column ``obs``."""
+        return self.connectors.space
+
+    def _empty(self, *shape: int) -> np.ndarray:
+        """An array of zeros for observations as the policy gets them."""
+        space = self.observation_space
+        return np.zeros((*shape, *(space.shape or ())), space.dtype)
+
+    @property
+    def action_space(self) -> Any:
+        return self._vector.action_space
+
+    @property
+    def policy_map(self) -> dict[str, Policy]:
+        """Policies by id; there is one, ``default_policy``."""
+        return {DEFAULT_POLICY: self.policy}
+
+    def get_policy(self, policy_id: str = DEFAULT_POLICY) -> Policy:
+        """The policy of this id."""
+        if policy_id != DEFAULT_POLICY:
+            raise UsageError(f"there is no policy {policy_id!r}: this runner has {DEFAULT_POLICY!r} only")
+        return self.policy
+
+    def sample(self, num_steps: int | None = None, *, num_episodes: int | None = None) -> SampleBatch:
+        """Step the environments, and return their steps as a batch.
+
+        Args:
+            num_steps: steps of all environments together, rounded up to a multiple of their number. Episodes go on in
+                the next call.
+            num_episodes: whole episodes instead. Each environment begins anew and plays its share of them, so that
+                short episodes are not preferred.
+
+        Returns:
+            Rows of one environment after the other, each in the order of time. Without arguments:
+            ``rollout_fragment_length`` steps of each environment.
+
+        Raises:
+            UsageError: both arguments, or a number below 1.
+            FloatingPointError: an environment returned a reward or an observation that is NaN.
+        """
+        if num_steps is not None and num_episodes is not None:
+            raise UsageError("sample: give num_steps or num_episodes, not both")
+        wanted = num_episodes if num_episodes is not None else num_steps
+        if wanted is not None and (not is_count(wanted)):
+            raise UsageError(f"sample: a whole number of at least 1, not {wanted!r}")
+        if num_episodes is not None:
+            return self._episodes(num_episodes)
+        steps = self.rollout_fragment_length if num_steps is None else -(-num_steps // self.num_envs)
+        return self._finish(self._collect(steps))
+
+    def sample_with_stats(self, num_steps: int | None = None, *, num_episodes: int | None = None) -> Any:
+        """A batch, and the statistics of the episodes that ended in it."""
+        return self.sample(num_steps, num_episodes=num_episodes), self.take_stats()
+
+    def take_stats(self) -> EpisodeStats:
+        """Statistics since the last call."""
+        stats, self._stats = self._stats, EpisodeStats()
+        return stats
+
+    def learn_on_batch(self, batch: SampleBatch) -> dict[str, Any]:
+        """Let the policy learn; returns metrics by policy id."""
+        return {DEFAULT_POLICY: self.policy.learn_on_batch(batch)}
+
+    def get_weights(self) -> dict[str, Any]:
+        """Weights by policy id."""
+        weights = {DEFAULT_POLICY: self.policy.get_weights()}
+        return {**weights, CONNECTORS: self.connectors.shared_state()} if self.connectors else weights
+
+    def set_weights(self, weights: Mapping[str, Any], version: int | None = None) -> None:
+        """Take over weights by policy id, as `get_weights` returns them.
+
+        Args:
+            version: number of these weights, kept as `weights_version`.
+        """
+        unknown = [policy_id for policy_id in weights if policy_id not in (DEFAULT_POLICY, CONNECTORS)]
+        if unknown:
+            raise UsageError(f"set_weights: {{{DEFAULT_POLICY!r}: weights}}; there is no policy {unknown[0]!r}")
+        self.policy.set_weights(weights[DEFAULT_POLICY])
+        if CONNECTORS in weights:
+            self.connectors.set_shared_state(weights[CONNECTORS])
+        self.weights_version = self.weights_version + 1 if version is None else version
+
+    def foreach_env(self, fn: Callable[[Any], Any]) -> list[Any]:
+        """``fn(env)`` of each environment; of a vector environment of Gymnasium, of it as a whole."""
+        return [fn(env) for env in getattr(self._vector, "envs", [getattr(self._vector, "env", None)])]
+
+    def apply(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """``fn(self, …)``."""
+        return fn(self, *args, **kwargs)
+
+    def get_state(self) -> dict[str, Any]:
+        """The environments as they are, the generator of actions, and the episodes that go on.
+
+        Environments that cannot be pickled are left out, with a warning: a restored runner begins new episodes.
+        """
+        import cloudpickle
+
+        state: dict[str, Any] = {"rng": self.policy.rng.bit_generator.state, "next_episode": self._next_episode}
+        if self.connectors:
+            state["connectors"] = self.connectors.state()
+        if not isinstance(self._vector, LocalVector):
+            return state
+        state["starts"] = list(self._vector.starts)
+        if self._must_reset:
+            return state
+        try:
+            state["envs"] = cloudpickle.dumps(self._vector.envs)
+        except Exception as error:
+            logger.warning("the environments cannot be pickled, so a restored run begins new episodes: %s", error)
+            return state
+        kept = {name: getattr(self, name).copy() for name in KEPT}
+        return {**state, **kept}
+
+    def set_state(self, state: Mapping[str, Any]) -> None:
+        """Take over a state of `get_state`."""
+        import cloudpickle
+
+        self.policy.rng.bit_generator.state = state["rng"]
+        self._next_episode, self._stats = state["next_episode"], EpisodeStats()
+        if "connectors" in state:
+            self.connectors.set_state(state["connectors"])
+        self._must_reset = "envs" not in state or len(state["_obs"]) != self.num_envs
+        self._obs_known = not self._must_reset
+        if not isinstance(self._vector, LocalVector):
+            return
+        if self._must_reset:  # with other seeds than those of the beginning
+            self._vector.starts = [start + 1 for start in state.get("starts", self._vector.starts)][: self.num_envs]
+            self._vector.starts += [1] * (self.num_envs - len(self._vector.starts))
+        else:
+            self._vector.close()
+            self._vector.put(cloudpickle.loads(state["envs"]), state["starts"])
+            for name in KEPT:
+                setattr(self, name, state[name].copy())
+
+    def stop(self) -> None:
+        """Close the environments."""
+        self._vector.close()
+
+    def _vector_of(self, given: Any, num_envs: int, mode: str, restart: bool) -> LocalVector | GymVector:
+        from gymnasium.vector import VectorEnv
+
+        if mode not in VECTORIZE_MODES:
+            raise UsageError(f"there is no vectorize_mode {mode!r}.{did_you_mean(mode, VECTORIZE_MODES)}")
+        seeds = None if self.seed is None else self._seed_of
+        if mode != "local":
+            import gymnasium
+
+            creator = env_creator_of(given)
+            env_id = getattr(creator, "env_id", None)
+            if env_id is None:
+                raise UsageError(
+                    f"vectorize_mode={mode!r} is for ids of Gymnasium; a creator returns its own VectorEnv"
+                )
+            first: Any = gymnasium.make_vec(env_id, num_envs, vectorization_mode=mode, **self.env_config)
+        else:
+            creator = env_creator_of(given)
+            first = creator(self._context(0))
+        if isinstance(first, VectorEnv):
+            own = mode in ("sync", "async") or hasattr(first, "env_fns")
+            seed: Any = None
+            if seeds is not None:
+                seed = [seeds(i, 0) for i in range(first.num_envs)] if own else seeds(0, 0)
+            return GymVector(first, seed, infos=self._infos)
+        if not all(hasattr(first, name) for name in ("reset", "step", "observation_space", "action_space")):
+            raise UsageError(f"the creator returned {type(first).__name__}, which is no Gymnasium environment")
+        return LocalVector(
+            lambda i: creator(self._context(i)), num_envs, seeds, restart=restart, infos=self._infos, first=first
+        )
+
+    def _context(self, index: int) -> EnvContext:
+        return EnvContext(
+            self.env_config, worker_index=self.worker_index, vector_index=index, num_workers=self.num_workers
+        )
+
+    def _seed_of(self, index: int, start: int) -> int:
+        assert self.seed is not None
+        return env_seed(self.seed, self.worker_index, index, (self.start << 16) | start)
+
+    def _begin_all(self) -> None:
+        # Connectors get observations as the environments gave them, which are kept for those that begin no episode.
+        raw = self._raw if self.connectors else self._obs
+        self._vector.reset(raw, self._t > 0 if self._obs_known else np.ones(self.num_envs, bool))
+        if self.connectors:
+            self._obs = self.connectors.observe(raw, np.ones(self.num_envs, bool))
+        self._obs_known = True
+        for i in range(self.num_envs):
+            self._new_episode(i)
+        self._must_reset = False
+
+    def _new_episode(self, i: int) -> None:
+        self._eps_id[i] = self._next_episode
+        self._next_episode += 1
+        self._t[i] = 0
+        self._returns[i] = 0.0
+
+    def _collect(self, steps: int) -> Fragment:
+        """Step all environments ``steps`` times."""
+        if self._must_reset:
+            self._begin_all()
+        n = self.num_envs
+        obs, after, connectors = self._empty(n, steps), self._empty(n), self.connectors
+        raw = self._raw if connectors else None
+        rewards, valid = np.zeros((n, steps), np.float32), np.ones((n, steps), bool)
+        terminateds, truncateds = np.zeros((n, steps), bool), np.zeros((n, steps), bool)
+        t, eps_id = np.zeros((n, steps), np.int64), np.zeros((n, steps), np.int64)
+        infos: Any = np.empty((n, steps), object) if self._infos else None
+        ended: list[tuple[int, int, np.ndarray]] = []
+        explorer = self.policy.explorer(steps, n, explore=self.explore)
+        obs[:, 0] = self._obs
+        self._must_reset, self._obs_known = True, False  # if a step raises, no half-known state goes on
+        for time in range(steps):
+            t[:, time], eps_id[:, time] = self._t, self._eps_id
+            actions = explorer.act(time, obs[:, time])
+            out = obs[:, time + 1] if time + 1 < steps else after
+            outcome = self._vector.step(actions, out if raw is None else raw)
+            rewards[:, time], valid[:, time] = outcome.rewards, outcome.valid
+            terminateds[:, time], truncateds[:, time] = outcome.terminateds, outcome.truncateds
+            if infos is not None:
+                infos[:, time] = outcome.infos
+            self._returns += outcome.rewards
+            self._t += outcome.valid
+            for i, last in zip(outcome.ended, outcome.final, strict=True):
+                ended.append((i, time, connectors.last(last, i)))
+                self._stats.returns.append(float(self._returns[i]))
+                self._stats.lengths.append(int(self._t[i]))
+                self._new_episode(i)
+            for i in outcome.cut:
+                self._stats.cut += 1
+                self._new_episode(i)
+            if raw is not None:
+                first = ~outcome.valid
+                if not self._vector.resets_later:
+                    first[outcome.ended] = True
+                out[:] = connectors.observe(raw, first)
+        self._obs, self._must_reset, self._obs_known = after, False, True
+        given = {
+            columns.OBS: obs, columns.REWARDS: rewards, columns.TERMINATEDS: terminateds,
+            columns.TRUNCATEDS: truncateds, columns.T: t, columns.EPS_ID: eps_id, **explorer.columns(),
+        }  # fmt: skip
+        if infos is not None:
+            given[columns.INFOS] = infos
+        self._require_numbers(rewards, obs)
+        if (changed := connectors.rewards(rewards)) is not rewards:
+            given[columns.ENV_REWARDS], given[columns.REWARDS] = rewards, changed
+        return Fragment(n, steps, given, valid, after, ended)
+
+    def _require_numbers(self, rewards: np.ndarray, obs: np.ndarray) -> None:
+        """Refuse NaN, which would spread to all weights."""
+        for name, array in (("a reward", rewards), ("an observation", obs)):
+            if array.dtype.kind == "f" and np.isnan(array).any():
+                i, time = np.argwhere(np.isnan(array))[0][:2]
+                self._must_reset, self._obs_known = True, False
+                raise FloatingPointError(
+                    f"environment {i} of runner {self.worker_index} returned {name} that is NaN, in step {time} of the "
+                    "fragment"
+                )
+
+    def _finish(self, fragment: Fragment) -> SampleBatch:
+        if self._new_obs:
+            fragment.add_new_obs()
+        self.policy.postprocess_fragment(fragment)
+        batch = fragment.to_batch()
+        self._stats.env_steps += len(batch)
+        return batch
+
+    def _episodes(self, wanted: int) -> SampleBatch:
+        """Play ``wanted`` whole episodes, shared among the environments; steps beyond the share are dropped."""
+        self._must_reset = True
+        share = np.full(self.num_envs, wanted // self.num_envs)
+        share[: wanted % self.num_envs] += 1
+        stats, self._stats = self._stats, EpisodeStats()
+        parts: list[SampleBatch] = []
+        while (share > 0).any():
+            fragment = self._collect(EPISODE_CHUNK)
+            lasts = np.where(share > 0, EPISODE_CHUNK, 0)
+            for i, time, _ in fragment.ended:
+                if share[i] > 0:
+                    share[i] -= 1
+                    if share[i] == 0:
+                        lasts[i] = time + 1
+            fragment.valid &= np.arange(EPISODE_CHUNK) < lasts[:, None]
+            parts.append(self._finish(fragment))
+        self._must_reset = True
+        return self._whole(parts, stats)
+
+    def _whole(self, parts: list[SampleBatch], stats: EpisodeStats) -> SampleBatch:
+        """Join parts of episodes, and count the episodes that are kept."""
+        batch: SampleBatch = SampleBatch.concat_samples(parts)
+        batch = batch[np.argsort(batch[columns.EPS_ID], kind="stable")]
+        stats.cut += self._stats.cut
+        stats.env_steps += len(batch)
+        for episode in batch.split_by_episode():
+            if episode[columns.DONES][-1]:
+                rewards = episode.get(columns.ENV_REWARDS, episode[columns.REWARDS])
+                stats.returns.append(float(rewards.sum(dtype=np.float64)))
+                stats.lengths.append(len(episode))
+        self._stats = stats
+        return batch
+
+
+RolloutWorker = EnvRunner
+
+
+def is_count(value: Any) -> bool:
+    """True for whole numbers of at least 1, of Python or NumPy."""
+    return isinstance(value, int | np.integer) and not isinstance(value, bool) and bool(value >= 1)

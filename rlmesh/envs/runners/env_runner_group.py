@@ -1,0 +1,287 @@
+"""`EnvRunnerGroup`: a local runner, and remote ones in a job that the group starts."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import sys
+import threading
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any
+
+from rlmesh import DLJobBuilder, JobHandle, MemberHandle, RoleGroup, Runtime
+from rlmesh.envs.batches.sample_batch import SampleBatch
+from rlmesh.envs.environments.registry import EnvCreator, env_creator_of
+from rlmesh.envs.modules.policy import Policy
+from rlmesh.envs.runners.env_runner import EnvRunner, is_count
+from rlmesh.envs.runners.episode_stats import EpisodeStats
+from rlmesh.envs.runners.remote import RemoteEnvRunner
+from rlmesh.errors import UsageError
+
+__all__ = ["EnvRunnerGroup", "RemoteWorkers", "WorkerSet"]
+
+ROLE = "ENV_RUNNER"
+WATCH_S = 0.5
+_numbers = itertools.count(1)
+
+
+class RemoteWorkers(list[MemberHandle[RemoteEnvRunner]]):
+    """Handles of the remote runners: ``handle.call("sample")`` is a future.
+
+    Calling the list returns the list: in older versions, ``remote_workers()`` was a method.
+    """
+
+    def __call__(self) -> RemoteWorkers:
+        return self
+
+
+class EnvRunnerGroup:
+    """A runner in this process, and ``num_env_runners`` remote ones.
+
+    With remote runners, the group starts an rlmesh job with one role, and ends it with `stop`, or when the program
+    ends. A remote runner that dies comes back by itself; it gets the last weights before it samples again.
+
+    Args:
+        policy_class: class of the policy.
+        env_creator: see `EnvRunner`.
+        num_env_runners: number of remote runners; 0: no job is started, and the local runner samples.
+        max_restarts: restarts of remote runners within ten minutes; one more ends the job.
+        sample_timeout_s: longest wait for a call to remote runners.
+        run_dir: folder of the job; None: a new one under ``runs``.
+        runner: further arguments of `EnvRunner`.
+
+    Raises:
+        UsageError: arguments that cannot work. They are tried in this process before the job starts.
+        LaunchError: the job could not be started.
+    """
+
+    def __init__(
+        self, *, policy_class: type[Policy], env_creator: str | type | EnvCreator, num_env_runners: int = 0,
+        max_restarts: int = 100, sample_timeout_s: float | None = 600.0, run_dir: str | None = None, **runner: Any,
+    ) -> None:  # fmt: skip
+        if type(num_env_runners) is not int or num_env_runners < 0:
+            raise UsageError(f"EnvRunnerGroup(num_env_runners={num_env_runners!r}): a whole number of at least 0")
+        creator = env_creator_of(env_creator)
+        given = {"policy_class": policy_class, "env_creator": creator, "num_workers": num_env_runners, **runner}
+        self.num_env_runners, self.timeout_s = num_env_runners, sample_timeout_s
+        # The local runner of a group with remote ones holds the weights; one environment tells it the spaces.
+        local = {**given, "num_envs": 1} if num_env_runners else given
+        self.local_env_runner = EnvRunner(**local)
+        self._version = 0
+        self.local_env_runner.weights_version = 0
+        self._weights: Any = None
+        self._stats: list[EpisodeStats] = []
+        self._handle: JobHandle | None = None
+        self._stack: list[Any] = []
+        self._remote: RoleGroup[Any] | None = None
+        if num_env_runners:
+            try:
+                _outside_of_loops(lambda: self._start(given, max_restarts, run_dir))
+            except BaseException:
+                self.stop()
+                raise
+
+    @property
+    def local_worker(self) -> EnvRunner:
+        """`local_env_runner`, under its older name. It may be called too, as in older versions."""
+        return self.local_env_runner
+
+    @property
+    def remote_workers(self) -> RemoteWorkers:
+        """Handles of the remote runners, as a property or as a call: ``group.remote_workers()``."""
+        return RemoteWorkers(self._remote or ())
+
+    def num_remote_workers(self) -> int:
+        """Number of remote runners."""
+        return self.num_env_runners
+
+    def sample(self, num_steps: int | None = None, *, num_episodes: int | None = None) -> SampleBatch:
+        """A batch of all runners: the remote ones at the same time, or the local one if there are none.
+
+        Args:
+            num_steps: steps of environments in total, see `EnvRunner.sample`.
+            num_episodes: whole episodes in total.
+        """
+        batch: SampleBatch = SampleBatch.concat_samples(self.sample_all(num_steps, num_episodes=num_episodes))
+        return batch
+
+    def sample_all(self, num_steps: int | None = None, *, num_episodes: int | None = None) -> list[SampleBatch]:
+        """The batches of the runners, one each; arguments as for `sample`.
+
+        A runner that dies meanwhile restarts, gets the last weights, and samples its share. The share of the dead
+        process is lost as a whole, its episodes with it: no step is there twice.
+        """
+        if self._remote is None:
+            batch, stats = self.local_env_runner.sample_with_stats(num_steps, num_episodes=num_episodes)
+            self._stats.append(stats)
+            return [batch]
+        if self._weights is None:
+            self.sync_weights()
+        shares = _shares(num_steps, num_episodes, self.num_env_runners)
+        members = [handle.options(timeout_s=self.timeout_s, idempotent=True) for handle in self._remote]
+        given = [(m, share) for m, share in zip(members, shares, strict=True) if share is not None]
+        futures = [(m, share, self._ask(m, share)) for m, share in given]
+        batches = []
+        for member, share, future in futures:
+            while (result := future.result()) is None:  # the runner restarted, and has no weights
+                member.call("set_weights", self._weights, self._version).result()
+                future = self._ask(member, share)
+            batches.append(result[0])
+            self._stats.append(result[1])
+        return batches
+
+    def _ask(self, member: Any, share: Mapping[str, int]) -> Any:
+        return member.call("sample_with_stats", **share, version=self._version)
+
+    def take_stats(self) -> EpisodeStats:
+        """The statistics of the batches since the last call, in the order of the runners."""
+        stats, self._stats = EpisodeStats.merged(self._stats), []
+        return stats
+
+    def sync_weights(self, policies: Any = None, **_: Any) -> None:
+        """Send the local runner's weights to the remote runners, and wait until they have them."""
+        self._version += 1
+        self.local_env_runner.weights_version = self._version
+        self._merge_connectors()
+        if self._remote is not None:
+            self._weights = self.local_env_runner.get_weights()
+            group = self._remote.options(timeout_s=self.timeout_s, idempotent=True)
+            group.call("set_weights", self._weights, self._version).result()
+
+    def _merge_connectors(self) -> None:
+        """Merge what the connectors of all runners have learnt into those of the local runner, in a fixed order."""
+        connectors = self.local_env_runner.connectors
+        if not connectors:
+            return
+        deltas = [connectors.take_delta()]
+        if self._remote is not None:
+            import cloudpickle
+
+            group = self._remote.options(timeout_s=self.timeout_s, idempotent=True)
+            deltas += group.call("apply", cloudpickle.dumps(lambda runner: runner.connectors.take_delta())).result()
+        connectors.merge(deltas)
+
+    def foreach_worker(
+        self, func: Callable[[EnvRunner], Any], *, local_env_runner: bool = True, local_worker: bool | None = None
+    ) -> list[Any]:
+        """``func(runner)`` of the local runner, then of the remote ones; the results in this order.
+
+        Args:
+            func: a function; it is pickled, lambdas and closures too.
+            local_env_runner: False leaves the local runner out.
+            local_worker: the older name of ``local_env_runner``.
+        """
+        include = local_env_runner if local_worker is None else local_worker
+        results = [func(self.local_env_runner)] if include else []
+        if self._remote is not None:
+            import cloudpickle
+
+            results += self._remote.options(timeout_s=self.timeout_s).call("apply", cloudpickle.dumps(func)).result()
+        return results
+
+    foreach_env_runner = foreach_worker
+
+    def runner_states(self) -> list[Any]:
+        """The states of the sampling runners: the remote ones, or the local one if there are none."""
+        return self.foreach_worker(lambda runner: runner.get_state(), local_env_runner=self._remote is None)
+
+    def set_runner_states(self, pickled: bytes) -> None:
+        """Give the sampling runners states that `runner_states` gave, pickled together.
+
+        Runners beyond the number of states begin new episodes.
+        """
+
+        def take_over(runner: EnvRunner) -> None:
+            import cloudpickle
+
+            states = cloudpickle.loads(pickled)
+            index = max(0, runner.worker_index - 1)
+            if index < len(states):
+                runner.set_state(states[index])
+
+        self.foreach_worker(take_over, local_env_runner=self._remote is None)
+
+    def stop(self) -> None:
+        """Close the environments, and end the job; a second call does nothing."""
+        local, self._remote = getattr(self, "local_env_runner", None), None
+        stack, self._stack, self._handle = self._stack, [], None
+        while stack:
+            _outside_of_loops(partial(stack.pop().__exit__, None, None, None))
+        if local is not None:
+            local.stop()
+
+    def __enter__(self) -> EnvRunnerGroup:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def _start(self, runner: dict[str, Any], max_restarts: int, run_dir: str | None) -> None:
+        import cloudpickle
+
+        number = self.num_env_runners
+        config = {"runner": cloudpickle.dumps(runner)}
+        role = DLJobBuilder().config(config).role(ROLE).run(_role_class()).total(number)
+        job = role.restart("member", max_restarts=max_restarts, delay_s=0.05, max_delay_s=1.0).build()
+        self._handle = job.start(f"env-runners-{next(_numbers)}", view="none", run_dir=run_dir)
+        self._stack.append(self._handle.__enter__())
+        _end_with_the_program(self._handle)
+        joined = self._handle.join()
+        runtime: Runtime = joined.__enter__()
+        self._stack.append(joined)
+        self._remote = RoleGroup(ROLE, runtime=runtime)
+        self.sync_weights()
+
+
+WorkerSet = EnvRunnerGroup
+
+
+def _shares(num_steps: int | None, num_episodes: int | None, number: int) -> list[dict[str, int] | None]:
+    """The part of each runner of a number of steps or episodes; None for a runner that gets none."""
+    if num_steps is not None and num_episodes is not None:
+        raise UsageError("sample: give num_steps or num_episodes, not both")
+    name, total = ("num_episodes", num_episodes) if num_episodes is not None else ("num_steps", num_steps)
+    if total is None:
+        return [{}] * number
+    if not is_count(total):
+        raise UsageError(f"sample: a whole number of at least 1, not {total!r}")
+    each = [total // number + (i < total % number) for i in range(number)]
+    return [{name: int(share)} if share else None for share in each]
+
+
+def _role_class() -> type[RemoteEnvRunner]:
+    """The role's class: that with torch if this process has imported torch, as the policy's module does."""
+    if "torch" not in sys.modules:
+        return RemoteEnvRunner
+    from rlmesh.envs.runners.remote_torch import TorchEnvRunner
+
+    return TorchEnvRunner
+
+
+def _outside_of_loops(fn: Callable[[], Any]) -> None:
+    """Call ``fn``; if an event loop runs on this thread, as in a notebook's cell, on another thread.
+
+    A cell may block its loop, as any computation in it does; rlmesh's plain ``with`` blocks refuse loops in general.
+    """
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        fn()
+        return
+    with ThreadPoolExecutor(1, thread_name_prefix="rlmesh-envs-start") as pool:
+        pool.submit(fn).result()
+
+
+def _end_with_the_program(handle: JobHandle) -> None:
+    """Stop the job when the main thread ends: the job's own thread would keep a program without `stop` alive."""
+
+    def watch() -> None:
+        while not handle.done():
+            threading.main_thread().join(WATCH_S)
+            if not threading.main_thread().is_alive():
+                handle.stop("the program has ended")
+                return
+
+    threading.Thread(target=watch, name="rlmesh-envs-end", daemon=True).start()

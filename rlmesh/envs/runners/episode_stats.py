@@ -1,0 +1,39 @@
+"""Statistics of the episodes of a runner."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+__all__ = ["EpisodeStats"]
+
+
+@dataclass
+class EpisodeStats:
+    """The episodes that ended since the last report; each is reported once.
+
+    Attributes:
+        returns: sums of rewards, in the order of the ends.
+        lengths: numbers of steps.
+        cut: number of episodes that ended because their environment broke; they are in no other list.
+        env_steps: steps of environments.
+    """
+
+    returns: list[float] = field(default_factory=list)
+    lengths: list[int] = field(default_factory=list)
+    cut: int = 0
+    env_steps: int = 0
+
+    def __len__(self) -> int:
+        return len(self.returns)
+
+    @classmethod
+    def merged(cls, parts: Iterable[EpisodeStats]) -> EpisodeStats:
+        """The statistics of several runners, in their order."""
+        total = cls()
+        for part in parts:
+            total.returns += part.returns
+            total.lengths += part.lengths
+            total.cut += part.cut
+            total.env_steps += part.env_steps
+        return total

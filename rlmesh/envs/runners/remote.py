@@ -1,0 +1,70 @@
+"""The role of remote runners: an `EnvRunner` in a process of its own."""
+
+from __future__ import annotations
+
+import random
+import sys
+from typing import Any
+
+import numpy as np
+
+from rlmesh import current_worker, rpc
+from rlmesh.envs.environments.local_vector import env_seed
+from rlmesh.envs.runners.env_runner import EnvRunner
+
+__all__ = ["RemoteEnvRunner"]
+
+GLOBAL_GENERATORS = 0xFFFE
+"""The place of the generators of the process among the environments, for their seed."""
+
+
+class RemoteEnvRunner:
+    """A member of the role that an `EnvRunnerGroup` starts; its methods are those of its `EnvRunner`."""
+
+    def setup(self) -> None:
+        import cloudpickle
+
+        worker = current_worker()
+        given = cloudpickle.loads(worker.job_info.user_config["runner"])
+        if given.get("seed") is not None:  # environments that draw from the process's generators repeat too
+            seed = env_seed(given["seed"], worker.rank + 1, GLOBAL_GENERATORS, worker.incarnation)
+            random.seed(seed)
+            np.random.seed(seed & 0xFFFF_FFFF)
+            if (torch := sys.modules.get("torch")) is not None:
+                torch.manual_seed(seed)
+        self.runner = EnvRunner(**given, worker_index=worker.rank + 1, start=worker.incarnation)
+
+    @rpc
+    def sample(self, num_steps: int | None = None, *, num_episodes: int | None = None) -> Any:
+        """See `EnvRunner.sample`."""
+        return self.runner.sample(num_steps, num_episodes=num_episodes)
+
+    @rpc
+    def sample_with_stats(
+        self, num_steps: int | None = None, *, num_episodes: int | None = None, version: int | None = None
+    ) -> Any:
+        """A batch and its statistics; None if the weights are not those of this version."""
+        if version is not None and self.runner.weights_version != version:
+            return None
+        return self.runner.sample_with_stats(num_steps, num_episodes=num_episodes)
+
+    @rpc
+    def set_weights(self, weights: Any, version: int | None = None) -> None:
+        """See `EnvRunner.set_weights`."""
+        self.runner.set_weights(weights, version)
+
+    @rpc
+    def get_weights(self) -> Any:
+        """See `EnvRunner.get_weights`."""
+        return self.runner.get_weights()
+
+    @rpc
+    def apply(self, pickled: bytes) -> Any:
+        """Call a function, pickled by cloudpickle, with the runner."""
+        import cloudpickle
+
+        return cloudpickle.loads(pickled)(self.runner)
+
+    def teardown(self) -> None:
+        if hasattr(self, "runner"):
+            self.runner.stop()

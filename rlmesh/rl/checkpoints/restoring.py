@@ -1,0 +1,117 @@
+"""Parts of another run's checkpoint with which a new run begins: ``Run(restore=…, restore_parts=…)``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rlmesh.errors import UsageError
+from rlmesh.rl.checkpoints.changes import Resumable
+from rlmesh.rl.checkpoints.store import (
+    FILE,
+    RunCheckpoint,
+    checkpoint_folder,
+    read_checkpoint,
+    saved_step,
+)
+
+if TYPE_CHECKING:
+    from rlmesh.rl.engines.training.protocol import TrainingEngine
+
+__all__ = ["PARTS", "Beginning", "beginning_of", "restore_faults"]
+
+PARTS = ("weights", "optimizer", "actor.weights", "actor.optimizer", "critic.weights", "critic.optimizer")
+"""``weights`` and ``optimizer`` mean those of every model in training that the checkpoint has too."""
+
+
+@dataclass(frozen=True)
+class Beginning:
+    """The checkpoint with which a run begins.
+
+    Attributes:
+        checkpoint: of another run.
+        parts: some of `PARTS`.
+    """
+
+    checkpoint: RunCheckpoint
+    parts: tuple[str, ...]
+
+    def takes(self, role: str, what: str) -> bool:
+        """True if a role (``actor``) takes its ``weights`` or ``optimizer`` from the checkpoint."""
+        return f"{role}.{what}" in self.parts or (what in self.parts and role in self.checkpoint.parts)
+
+    def load(self, role: str, engine: TrainingEngine) -> None:
+        """Load a role's share into a new engine. Its step count stays 0, so the learning rate begins anew.
+
+        Raises:
+            UsageError: the part is torn or was altered, or is that of another model.
+        """
+        if not self.takes(role, "weights"):
+            return
+        folder = self.checkpoint.require_part(role)
+        engine.load(folder, weights_only=not self.takes(role, "optimizer"))
+        engine.steps = 0
+
+
+def beginning_of(run: Resumable) -> Beginning | None:
+    """The checkpoint that a run names; None: it names none.
+
+    Raises:
+        UsageError: there is no complete checkpoint.
+    """
+    if run.restore is None:
+        return None
+    return Beginning(read_checkpoint(_folder_of(Path(run.restore).expanduser())), tuple(run.restore_parts))
+
+
+def _folder_of(path: Path) -> Path:
+    """The folder of a checkpoint, given this folder, or a run directory, whose latest checkpoint is meant."""
+    if (path / FILE).exists():
+        return path
+    run_dir = path.parent if path.name == "checkpoints" else path
+    if step := saved_step(run_dir):
+        return checkpoint_folder(run_dir, step)
+    if not path.exists():
+        raise UsageError(f"there is no {path}: name a run directory, or one of its folders checkpoints/step-…")
+    raise UsageError(f"{path} holds no complete checkpoint: there is no checkpoints/step-…/{FILE}")
+
+
+def restore_faults(run: Resumable) -> Iterator[str]:
+    """One sentence per fault of ``restore`` and ``restore_parts``."""
+    unknown = [part for part in run.restore_parts if part not in PARTS]
+    for part in unknown:
+        near = get_close_matches(str(part), PARTS, 1)
+        yield f"restore_parts: there is no {part!r}" + (f"; did you mean {near[0]!r}?" if near else f": {PARTS}")
+    if unknown or run.restore is None:
+        return
+    try:
+        beginning = beginning_of(run)
+    except UsageError as error:
+        yield f"restore: {error}"
+        return
+    assert beginning is not None
+    yield from _faults(beginning, ["actor", "critic"] if "critic" in run.algorithm.needs else ["actor"])
+
+
+def _faults(beginning: Beginning, roles: Sequence[str]) -> Iterator[str]:
+    saved = beginning.checkpoint
+    for part in beginning.parts:
+        role, _, what = part.rpartition(".")
+        if role and role not in saved.parts:
+            yield f"restore_parts: {saved.folder} has no {role}; it has {', '.join(saved.parts)}"
+        elif role and role not in roles:
+            yield f"restore_parts: {part!r}, but this run has no {role}"
+        if what == "optimizer" and not all(
+            beginning.takes(one, "weights") for one in ([role] if role else roles) if beginning.takes(one, what)
+        ):
+            owner = f"{role}." if role else ""
+            yield f"restore_parts: {part!r} without the weights that it belongs to; add '{owner}weights'"
+    for role in roles:
+        if role in saved.parts and beginning.takes(role, "weights"):
+            try:
+                saved.require_part(role)
+            except UsageError as error:
+                yield f"restore: {error}"

@@ -1,0 +1,204 @@
+"""How a run goes on: the step to which all roles go, the trainer's objects as they were, and settings that differ."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rlmesh import current_worker
+from rlmesh.errors import UsageError
+from rlmesh.rl.checkpoints.changes import Resumable, changes, described
+from rlmesh.rl.checkpoints.state import EncodedState, decoded, encoded, has_record, restore_states, states_of
+from rlmesh.rl.checkpoints.store import CheckpointStore, RunCheckpoint, checkpoint_folder, read_checkpoint, saved_step
+from rlmesh.rl.checkpoints.writer import CheckpointWriter
+from rlmesh.rl.trainers.progress import Progress
+
+__all__ = ["SUMMARY", "TrainerCheckpoints", "before_start", "finished_steps", "require_resumable"]
+
+SUMMARY = "summary.json"
+"""The file that a run writes at its end."""
+LIGHT_BYTES = 64 << 10
+"""States up to this size are noted after each step, so that a restart of the trainer alone loses no step."""
+METRICS, OBJECTS = "metrics", "objects"
+
+
+class TrainerCheckpoints:
+    """The trainer's view of the checkpoints of its run.
+
+    Args:
+        run: the settings.
+        run_dir: of the run.
+        roles: gives the models in training: section and members.
+        objects: gives the trainer's objects by name, of which those that are `Stateful` belong to a checkpoint.
+        position: number of finished steps → where the run is in its data.
+        tell: prints a text for people.
+
+    Attributes:
+        lost: the number of reported steps that restarts have undone.
+    """
+
+    def __init__(
+        self,
+        run: Resumable,
+        run_dir: Path,
+        *,
+        roles: Callable[[], Sequence[tuple[str, Any]]],
+        objects: Callable[[], Mapping[str, Any]],
+        position: Callable[[int], Mapping[str, int]],
+        tell: Callable[[str], None],
+    ) -> None:
+        self.run, self.run_dir, self.lost = run, run_dir, 0
+        self.store = CheckpointStore(run_dir, keep_last=run.keep_last, keep_best=run.keep_best)
+        self.writer = CheckpointWriter(self.store, roles, current_worker(), tell)
+        self._objects, self._position, self._tell = objects, position, tell
+        self._first = encoded(self._state({}))
+        self._settings = described(run)
+        self._compared = self._disk_told = self._best_told = False
+
+    def step_after(self, reached: set[int]) -> int:
+        """The step to which all roles go.
+
+        Args:
+            reached: the numbers of steps that the weights of all members in training have seen.
+
+        Raises:
+            UsageError: the checkpoint is refused, or the settings that wrote it differ in one that may not change.
+        """
+        self.writer.wait()
+        progress, saved = Progress.read(self.run_dir), self.store.latest_step
+        stays = reached == {progress.step} and (progress.step == saved or progress.state is not None)
+        step = progress.step if stays else saved
+        self.lost = progress.lost + max(progress.step - step, 0)
+        if saved:
+            self._compare(self.store.read(saved))
+        return step
+
+    def _compare(self, checkpoint: RunCheckpoint) -> None:
+        if self._compared:
+            return
+        require_resumable(self.run, checkpoint, self._settings)
+        now = self._position(checkpoint.step)
+        if dict(checkpoint.position) != dict(now):
+            raise UsageError(
+                f"{checkpoint.folder} was written with {checkpoint.position['prompts']} prompts that are not too long, "
+                f"and now there are {now['prompts']}: the tokenizer or its chat template is another one"
+            )
+        if text := changes(checkpoint.settings, self._settings, checkpoint.step):
+            self._tell(text)
+        self._compared = True
+
+    def restore(self, step: int) -> dict[str, float]:
+        """Bring the trainer's objects to the state after a step. All roles are at this step already.
+
+        Returns:
+            the metrics of the step.
+        """
+        progress, saved = Progress.read(self.run_dir), self.store.latest_step
+        where = str(checkpoint_folder(self.run_dir, saved))
+        if step == 0:
+            state = decoded(self._first)
+        elif step == saved:
+            state = self.store.read(saved).trainer_state()
+        else:
+            assert step == progress.step and progress.state is not None
+            state, where = decoded(EncodedState(progress.state.encode(), b"")), str(self.run_dir)
+        noted = state[OBJECTS]
+        objects = {name: one for name, one in self._objects().items() if name in noted or not has_record(one)}
+        restore_states(objects, noted, where)
+        for name, one in self._objects().items():
+            if name not in objects:
+                one.go_back(step)
+        self.store.remove_incomplete()
+        metrics: dict[str, float] = state[METRICS]
+        self._note(Progress(step, self.lost, self._light(metrics)))
+        return metrics
+
+    def begin(self, step: int) -> bool:
+        """Begin the checkpoint of a step, see `CheckpointWriter.begin`."""
+        return self.writer.begin(step)
+
+    def finish(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Note that a step is done and reported, and complete the checkpoint that was begun for it."""
+        self._note(Progress(step, self.lost, self._light(metrics)))
+        if self.writer.begun != step:
+            return
+        best = self.run.keep_best.removeprefix("-")
+        if best and best not in metrics and not self._best_told:
+            self._best_told = True
+            self._tell(f"keep_best: step {step} has no metric {best!r}, so its checkpoint cannot be the best")
+        about = {"metrics": dict(metrics), "settings": self._settings, "position": dict(self._position(step))}
+        self.writer.complete(step, self._state(metrics), about)
+
+    def close(self) -> None:
+        """Wait for the checkpoint under way, and remove those that are not kept."""
+        if self.writer.wait():
+            self.store.prune()
+
+    def _state(self, metrics: Mapping[str, float]) -> dict[str, Any]:
+        return {METRICS: dict(metrics), OBJECTS: states_of(self._objects())}
+
+    def _light(self, metrics: Mapping[str, float]) -> str | None:
+        """The state that is noted after each step, without objects that have a record; None: it is too large."""
+        noted = {name: one for name, one in self._objects().items() if not has_record(one)}
+        state = {METRICS: dict(metrics), OBJECTS: states_of(noted)}
+        found = encoded(state)
+        return None if found.arrays or found.size_bytes > LIGHT_BYTES else found.text.decode()
+
+    def _note(self, progress: Progress) -> None:
+        try:
+            progress.write(self.run_dir)
+        except OSError as error:  # a restart then goes back to the latest checkpoint
+            if not self._disk_told:
+                self._tell(f"the progress of the run cannot be noted, and training goes on: {error}")
+            self._disk_told = True
+
+
+def require_resumable(run: Resumable, checkpoint: RunCheckpoint, settings: Mapping[str, Any] | None = None) -> None:
+    """Refuse a checkpoint of the run that cannot be gone on from.
+
+    Raises:
+        UsageError: a part is missing, torn or was altered, or a setting differs that may not change.
+    """
+    changes(checkpoint.settings, described(run) if settings is None else settings, checkpoint.step)
+    for role in ("actor", "critic")[: 2 if "critic" in run.algorithm.needs else 1]:
+        checkpoint.require_part(role)
+    checkpoint.trainer_state()
+
+
+def finished_steps(run_dir: Path) -> int:
+    """The number of steps of a run that has come to its end; 0: it has not."""
+    try:
+        return int(json.loads((run_dir / SUMMARY).read_text())["steps"])
+    except FileNotFoundError:
+        return 0
+
+
+def before_start(run: Resumable, run_dir: Path | None) -> int:
+    """Check that a run may start in a run directory.
+
+    Args:
+        run_dir: None: a new one.
+
+    Returns:
+        the number of finished steps if the run is complete already, else 0.
+
+    Raises:
+        UsageError: ``resume`` does not fit to what is there, or the checkpoint cannot be gone on from.
+    """
+    saved = saved_step(run_dir) if run_dir is not None else 0
+    done = finished_steps(run_dir) if run_dir is not None else 0
+    if run.resume == "never" and (saved or done):
+        raise UsageError(
+            f"resume='never', and {run_dir} has the checkpoint of step {saved or done}: name another run directory, or "
+            "remove this one"
+        )
+    if run.resume == "must" and not (saved or done):
+        where = f"{run_dir} has no complete checkpoint" if run_dir is not None else "no run directory is named"
+        raise UsageError(f"resume='must', and {where}: name that of the run to go on with (run_dir=…, --run-dir)")
+    if done >= run.steps:
+        return done
+    if saved and run_dir is not None:
+        require_resumable(run, read_checkpoint(checkpoint_folder(run_dir, saved)))
+    return 0

@@ -1,0 +1,168 @@
+"""`EngineLoads`: which engine samples what, and which one is asked next. No I/O, no threads."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from rlmesh.rl.rollout.buffer import GroupSlot
+
+__all__ = ["SUSPECT_DEATHS", "EngineLoads"]
+
+SUSPECT_DEATHS = 2
+"""After so many deaths of engines that were sampling a group, it is asked for alone."""
+
+
+@dataclass(eq=False)
+class _Load:
+    """What one engine does.
+
+    Attributes:
+        up: it may be asked.
+        alone: it samples one group, which is suspected of killing engines, and gets no other one meanwhile.
+        busy: the slots that it samples.
+        idle_since: since when it waits, because the buffer is full.
+    """
+
+    up: bool = True
+    alone: bool = False
+    busy: dict[int, GroupSlot] = field(default_factory=dict)
+    idle_since: float | None = None
+
+
+class EngineLoads:
+    """The engines of a run.
+
+    Args:
+        round_size: groups are asked for in rounds (`rlmesh.rl.rollout.sampler`) of at most so many: the next one begins
+            when the last one is over, and a part of it that is lost is asked for again as it was. 0: each group is a
+            request of its own.
+        in_flight: without rounds, the most groups that an engine samples at a time.
+    """
+
+    def __init__(self, *, round_size: int, in_flight: int) -> None:
+        self._round_size, self._in_flight = round_size, in_flight
+        self._loads: dict[int, _Load] = {}
+        self._lost: list[list[GroupSlot]] = []
+        """Parts of the round that must be asked for again."""
+        self.waited_s = 0.0
+        """Sum over the engines of the seconds for which they waited because the buffer was full."""
+
+    def serve(self, ranks: Sequence[int]) -> None:
+        """All of these engines have the current weights."""
+        for rank in ranks:
+            self._loads.setdefault(rank, _Load()).up = True
+        for rank in set(self._loads).difference(ranks):
+            self._loads[rank].up = False
+
+    def clear(self) -> None:
+        """Forget everything."""
+        self._loads.clear()
+        self._lost.clear()
+
+    @property
+    def busy(self) -> bool:
+        """True if an engine samples."""
+        return any(load.busy for load in self._loads.values())
+
+    @property
+    def any_up(self) -> bool:
+        """True if an engine may be asked."""
+        return any(load.up for load in self._loads.values())
+
+    @property
+    def in_round(self) -> bool:
+        """True if a round is not over: something is being sampled, or must be asked for again and can be."""
+        return self.busy or (bool(self._lost) and self.any_up)
+
+    def __len__(self) -> int:
+        return len(self._loads)
+
+    def plan(self, waiting: Sequence[GroupSlot]) -> list[tuple[int, list[GroupSlot]]]:
+        """The requests to make now: pairs of an engine and its slots, in order.
+
+        Args:
+            waiting: the slots that may be asked for, in drawing order.
+        """
+        up = {rank: load for rank, load in sorted(self._loads.items()) if load.up and not load.alone}
+        suspects = [slot for slot in waiting if slot.deaths >= SUSPECT_DEATHS]
+        others = [slot for slot in waiting if slot.deaths < SUSPECT_DEATHS]
+        found: list[tuple[int, list[GroupSlot]]] = []
+        for slot in suspects:
+            rank = next((rank for rank, load in up.items() if not load.busy), None)
+            if rank is None:
+                if up:  # The least busy engine gets nothing new, so that it becomes free for the suspect.
+                    up.pop(min(up, key=lambda one: len(up[one].busy)))
+                break
+            up.pop(rank)
+            found.append((rank, [slot]))
+        return found + (
+            self._plan_round(up, others, bool(suspects)) if self._round_size else self._plan_each(up, others)
+        )
+
+    def _plan_round(
+        self, up: dict[int, _Load], waiting: list[GroupSlot], suspects: bool
+    ) -> list[tuple[int, list[GroupSlot]]]:
+        free = [rank for rank, load in up.items() if not load.busy]
+        may = {id(slot) for slot in waiting}
+        parts = [part for lost in self._lost if (part := [slot for slot in lost if id(slot) in may])]
+        found = list(zip(free, parts, strict=False))
+        self._lost = parts[len(found) :]
+        if parts or suspects or self.busy:
+            return found
+        waiting = waiting[: self._round_size]
+        count = len(waiting)
+        cut = [waiting[count * n // len(free) : count * (n + 1) // len(free)] for n in range(len(free))]
+        return [(rank, part) for rank, part in zip(free, cut, strict=True) if part]
+
+    def _plan_each(self, up: dict[int, _Load], waiting: list[GroupSlot]) -> list[tuple[int, list[GroupSlot]]]:
+        counts = {rank: len(load.busy) for rank, load in up.items()}
+        found = []
+        for slot in waiting:
+            rank = min(counts, key=lambda one: counts[one], default=None)
+            if rank is None or counts[rank] >= self._in_flight:
+                break
+            counts[rank] += 1
+            found.append((rank, [slot]))
+        return found
+
+    def begin(self, rank: int, slots: Sequence[GroupSlot]) -> None:
+        """Note that an engine samples these slots."""
+        load = self._loads.setdefault(rank, _Load())
+        load.busy |= {slot.position: slot for slot in slots}
+        load.alone = any(slot.deaths >= SUSPECT_DEATHS for slot in slots)
+
+    def end(self, rank: int, slots: Sequence[GroupSlot], *, lost: bool = False) -> bool:
+        """Note that an engine no longer samples these slots; true if they were all that it sampled, for being suspects.
+
+        Args:
+            lost: they must be sampled again, and the engine gets nothing before it has weights again.
+        """
+        load = self._loads.setdefault(rank, _Load())
+        for slot in slots:
+            load.busy.pop(slot.position, None)
+        alone, load.alone = load.alone, False
+        if lost:
+            load.up = False
+            if self._round_size:
+                self._lost.append(list(slots))
+        return alone
+
+    def measure(self, now: float, *, full: bool) -> None:
+        """Add up the time for which engines wait.
+
+        Args:
+            now: in seconds, of any clock.
+            full: no slot may be asked for at the moment.
+        """
+        for load in self._loads.values():
+            if load.idle_since is not None:
+                self.waited_s += now - load.idle_since
+            load.idle_since = now if full and load.up and not load.busy else None
+
+    def described(self) -> str:
+        """What each engine does, for people."""
+        return "; ".join(
+            f"engine {rank} {f'samples {len(load.busy)} groups' if load.up else 'has no weights'}"
+            for rank, load in sorted(self._loads.items())
+        )

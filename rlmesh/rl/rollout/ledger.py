@@ -1,0 +1,333 @@
+"""`Ledger`: the record of a run's sample buffer, an SQLite file in the run directory.
+
+::
+
+    sqlite3 RUN/ledger.sqlite "SELECT position, step, oldest, newest FROM slots WHERE NOT void AND state = 'trained'"
+
+One row is one slot of the buffer (`rlmesh.rl.rollout.buffer`). When a run goes back to a checkpoint, the rows of later
+work become void and stay for people to read, and new rows are written under the next ``line``: the rows that are not
+void are the history of the weights that the run has.
+
+A thread writes, in one transaction for all that has come meanwhile, and without fsync: what it has written survives the
+death of the process, though perhaps not that of the machine. `Ledger.sync` makes the file safe against that too; it
+belongs to checkpoints, which do not need the rows after them.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import sqlite3
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Future
+from contextlib import closing
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, TypeVar
+
+from rlmesh.errors import UsageError
+from rlmesh.rl.rollout.buffer import GroupSlot
+
+__all__ = ["LEDGER", "Ledger", "LedgerRow", "faults_of", "read_rows"]
+
+LEDGER = "ledger.sqlite"
+"""Name of the file in the run directory."""
+WAIT_S = 60.0
+"""Deadline of a wait for the thread that writes, and for a reader's lock."""
+T = TypeVar("T")
+Work = Callable[[sqlite3.Connection], Any]
+
+TABLES = """
+CREATE TABLE IF NOT EXISTS slots (
+    line INTEGER, position INTEGER, epoch INTEGER, prompt INTEGER, state TEXT, step INTEGER, oldest INTEGER,
+    newest INTEGER, asked INTEGER, deaths INTEGER, reason TEXT, at REAL, void INTEGER NOT NULL DEFAULT 0,
+    PRIMARY KEY (line, position)
+) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS events (at REAL, line INTEGER, position INTEGER, step INTEGER, what TEXT);
+CREATE TABLE IF NOT EXISTS settings (name TEXT PRIMARY KEY, value TEXT);
+"""
+PUT = """
+INSERT INTO slots (line, position, epoch, prompt, state, step, oldest, newest, asked, deaths, reason, at)
+VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)
+ON CONFLICT (line, position) DO UPDATE SET state = excluded.state, step = excluded.step, oldest = excluded.oldest,
+newest = excluded.newest, asked = excluded.asked, deaths = excluded.deaths, reason = excluded.reason, at = excluded.at
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class LedgerRow:
+    """One row of the ledger; see `GroupSlot` for the columns that both have.
+
+    Attributes:
+        line: number of the return to a checkpoint after which the row was written, from 0 on.
+        oldest, newest: versions that sampled tokens of the group; None: none did.
+        at: time of the last change, in seconds since 1970.
+        void: the run went back to an earlier checkpoint.
+    """
+
+    line: int
+    position: int
+    epoch: int
+    prompt: int
+    state: str
+    step: int | None
+    oldest: int | None
+    newest: int | None
+    asked: int
+    deaths: int
+    reason: str
+    at: float
+    void: bool
+
+
+COLUMNS = tuple(one.name for one in fields(LedgerRow))
+
+
+class Ledger:
+    """Writes the record. Its methods may be called from any thread; only `flush`, `sync` and `go_back` wait.
+
+    Args:
+        run_dir: where the file is, or is made, with the rights of the folder.
+        settings: of the buffer, for readers.
+        clock: seconds since 1970.
+
+    Raises:
+        UsageError: the file cannot be opened.
+    """
+
+    def __init__(self, run_dir: Path, settings: Mapping[str, Any], clock: Callable[[], float]) -> None:
+        self.path = run_dir / LEDGER
+        self._clock = clock
+        self._queue: queue.SimpleQueue[tuple[Work, Future[Any] | None] | None] = queue.SimpleQueue()
+        self._error: Exception | None = None
+        """An error that nobody waited for: raised by the next wait."""
+        self._thread: threading.Thread | None = None
+        self._line = 0
+        try:
+            make_file(self.path)
+            connection = sqlite3.connect(self.path, timeout=WAIT_S, isolation_level=None, check_same_thread=False)
+            # No write-ahead log: that needs shared memory, which file systems of a network lack.
+            connection.execute("PRAGMA journal_mode = TRUNCATE")
+            connection.execute("PRAGMA synchronous = OFF")
+            connection.executescript(TABLES)
+            connection.executemany(
+                "INSERT OR REPLACE INTO settings VALUES (?, ?)",
+                [(name, str(value)) for name, value in settings.items()],
+            )
+            self._line = connection.execute("SELECT coalesce(max(line), 0) FROM slots").fetchone()[0]
+        except (OSError, sqlite3.Error) as error:
+            raise UsageError(
+                f"the ledger {self.path} cannot be opened: {error}. If it is damaged, move it away: a new one begins"
+            ) from error
+        self._thread = threading.Thread(target=self._write, args=(connection,), name="rlmesh-ledger", daemon=True)
+        self._thread.start()
+
+    def record(self, slot: GroupSlot) -> None:
+        """Write the slot as it is now."""
+        now, line = self._clock(), self._line
+        oldest, newest = slot.versions or (None, None)
+        row = (
+            line, slot.position, *slot.key, slot.state, slot.step, oldest, newest, slot.asked, slot.deaths,
+            slot.reason, now,
+        )  # fmt: skip
+        self._post(lambda connection: connection.execute(PUT, row))
+        if slot.reason and slot.state in ("drawn", "failed"):
+            verb = "failed" if slot.state == "failed" else "is asked for again"
+            self.note(f"{verb}: {slot.reason}", position=slot.position, step=slot.step)
+
+    def note(self, what: str, *, position: int | None = None, step: int | None = None) -> None:
+        """Write an event, for people."""
+        event = (self._clock(), self._line, position, step, what)
+        self._post(lambda connection: connection.execute("INSERT INTO events VALUES (?, ?, ?, ?, ?)", event))
+
+    def flush(self) -> None:
+        """Wait until everything so far is written, so that the death of this process cannot lose it.
+
+        Raises:
+            OSError, sqlite3.Error: it could not be written.
+        """
+        self._do(lambda connection: None)
+
+    def sync(self) -> Future[None]:
+        """Make everything so far safe against the death of the machine; the future is done when it is."""
+
+        def work(connection: sqlite3.Connection) -> None:
+            with self.path.open("rb") as file:
+                os.fsync(file.fileno())
+
+        future: Future[None] = Future()
+        self._post(work, future)
+        return future
+
+    def go_back(self, step: int, *, cursor: int | None = None, kept: Iterable[int] = ()) -> tuple[int, list[Any]]:
+        """Void the rows of later work, and begin the next line.
+
+        Args:
+            step: the last step that counts.
+            cursor: the next position to draw, if the caller has a saved state; None: found out from the rows.
+            kept: positions before the cursor whose slots are not done with, if the caller has a saved state.
+
+        Returns:
+            the cursor; and position and key of each earlier slot that is not done with.
+        """
+        waits = list(kept)
+
+        def work(connection: sqlite3.Connection) -> tuple[int, list[Any]]:
+            done = "state IN ('trained', 'dropped', 'failed') AND step <= ?"
+            most = cursor
+            if most is None:
+                query = f"SELECT coalesce(max(position), -1) + 1 FROM slots WHERE NOT void AND {done}"
+                most = int(connection.execute(query, (step,)).fetchone()[0])
+                query = f"SELECT position, epoch, prompt FROM slots WHERE NOT void AND position < ? AND NOT ({done})"
+                left = [(row[0], (row[1], row[2])) for row in connection.execute(query, (most, step))]
+                undone = [position for position, _ in left]
+            else:
+                left, undone = [], waits
+            changed = connection.execute("UPDATE slots SET void = 1 WHERE NOT void AND position >= ?", (most,)).rowcount
+            for position in undone:
+                query = "UPDATE slots SET void = 1 WHERE NOT void AND position = ?"
+                changed += connection.execute(query, (position,)).rowcount
+            line = connection.execute("SELECT coalesce(max(line), -1) + 1 FROM slots").fetchone()[0]
+            self._line = line
+            if changed:
+                what = f"the run goes on after step {step}: {changed} later rows are void"
+                event = (self._clock(), line, None, step, what)
+                connection.execute("INSERT INTO events VALUES (?, ?, ?, ?, ?)", event)
+            return most, left
+
+        found: tuple[int, list[Any]] = self._do(work)
+        return found
+
+    def troubles(self, sign: str) -> tuple[dict[int, int], dict[int, str]]:
+        """What earlier lines know about prompts that kill: deaths by position, and reasons that begin with ``sign``."""
+
+        def work(connection: sqlite3.Connection) -> tuple[dict[int, int], dict[int, str]]:
+            deaths = "SELECT position, max(deaths) FROM slots WHERE deaths > 0 GROUP BY position"
+            reasons = "SELECT position, reason FROM slots WHERE state = 'failed' AND reason LIKE ? || '%'"
+            return dict(connection.execute(deaths).fetchall()), dict(connection.execute(reasons, (sign,)).fetchall())
+
+        return self._do(work)
+
+    def close(self) -> None:
+        """Write the rest, and end the thread. May be called twice."""
+        thread, self._thread = self._thread, None
+        if thread is not None:
+            self._queue.put(None)
+            thread.join(WAIT_S)
+
+    def _post(self, work: Work, future: Future[Any] | None = None) -> None:
+        if self._thread is None:
+            raise UsageError(f"the ledger {self.path} is closed")
+        self._queue.put((work, future))
+
+    def _do(self, work: Callable[[sqlite3.Connection], T]) -> T:
+        future: Future[T] = Future()
+        self._post(work, future)
+        result = future.result(WAIT_S)
+        if self._error is not None:
+            error, self._error = self._error, None
+            raise error
+        return result
+
+    # On the thread that writes.
+
+    def _write(self, connection: sqlite3.Connection) -> None:
+        with closing(connection):
+            ends = False
+            while not ends:
+                batch = [self._queue.get()]
+                while not self._queue.empty():
+                    batch.append(self._queue.get())
+                ends = None in batch
+                self._carry_out(connection, [one for one in batch if one is not None])
+
+    def _carry_out(self, connection: sqlite3.Connection, batch: list[tuple[Work, Future[Any] | None]]) -> None:
+        """Do all work in one transaction. An error fails the futures of the batch, or else the next wait."""
+        results = []
+        try:
+            connection.execute("BEGIN IMMEDIATE")
+            for work, future in batch:
+                result = work(connection)
+                if future is not None:
+                    results.append((future, result))
+            connection.execute("COMMIT")
+        except Exception as error:
+            if connection.in_transaction:
+                connection.execute("ROLLBACK")
+            waiting = [future for _, future in batch if future is not None]
+            for future in waiting:
+                future.set_exception(error)
+            if not waiting:
+                self._error = error
+            return
+        for future, result in results:
+            future.set_result(result)
+
+
+def make_file(path: Path) -> None:
+    """Make the file, with the rights of its folder: private, or readable for a group. SQLite gives its other files the
+    same rights."""
+    mode = 0o600 | (path.parent.stat().st_mode & 0o040)
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, mode)
+    try:
+        found = os.fstat(fd)
+        if found.st_uid not in (os.geteuid(), 0) or found.st_mode & 0o022:
+            raise PermissionError(f"{path} belongs to another user, or others may write to it")
+    finally:
+        os.close(fd)
+
+
+def read_rows(path: Path, *, void: bool = False) -> Iterator[LedgerRow]:
+    """The rows of a ledger, by line and position, also while the run goes on.
+
+    Args:
+        path: the file.
+        void: also those that are void.
+    """
+    with closing(sqlite3.connect(f"file:{path}?mode=ro", uri=True, timeout=WAIT_S)) as connection:
+        which = "" if void else "WHERE NOT void"
+        for row in connection.execute(f"SELECT * FROM slots {which} ORDER BY line, position"):
+            values: dict[str, Any] = dict(zip(COLUMNS, row, strict=True))
+            values["void"] = bool(values["void"])
+            yield LedgerRow(**values)
+
+
+def faults_of(path: Path) -> list[str]:
+    """What is wrong with the surviving history of a run, one sentence each; empty if all of this holds.
+
+    Every slot that precedes a trained one is trained, dropped or failed, so none is lost. No prompt is in two slots of
+    an epoch. Steps follow each other without a gap, each with a whole batch, in drawing order. No group is staler than
+    the pipeline allows, or sampled by weights that did not exist yet.
+    """
+    with closing(sqlite3.connect(f"file:{path}?mode=ro", uri=True, timeout=WAIT_S)) as connection:
+        settings = dict(connection.execute("SELECT name, value FROM settings"))
+    batch_size, staleness = int(settings["batch_size"]), int(settings["staleness"])
+    rows = sorted(read_rows(path), key=lambda row: row.position)
+    trained = [row for row in rows if row.state == "trained"]
+    last = max((row.position for row in trained), default=-1)
+    found = [f"position {place} has {n} rows" for place, n in Counter(row.position for row in rows).items() if n > 1]
+    there = {row.position for row in rows}
+    found += [f"position {place} is lost" for place in range(last + 1) if place not in there]
+    found += [
+        f"position {row.position} is {row.state}, and later ones are trained"
+        for row in rows
+        if row.position <= last and row.state not in ("trained", "dropped", "failed")
+    ]
+    keys = Counter((row.epoch, row.prompt) for row in rows)
+    found += [f"prompt {prompt} occurs {n} times in epoch {epoch}" for (epoch, prompt), n in keys.items() if n > 1]
+    steps = [row.step or 0 for row in trained]
+    if steps != sorted(steps):
+        found.append("steps are not in drawing order")
+    sizes = Counter(steps)
+    found += [f"step {step} is missing" for step in range(1, max(sizes, default=0) + 1) if step not in sizes]
+    found += [f"step {step} has {n} groups, not {batch_size}" for step, n in sizes.items() if n != batch_size]
+    for row, step in zip(trained, steps, strict=True):
+        if row.oldest is None or row.newest is None:
+            found.append(f"position {row.position} has no version")
+        elif step - 1 - row.oldest > staleness:
+            found.append(f"position {row.position}, step {step}: version {row.oldest} is staler than {staleness}")
+        elif row.newest > step - 1:
+            found.append(f"position {row.position}, step {step}: version {row.newest} did not exist yet")
+    return found

@@ -1,0 +1,55 @@
+"""`Pipeline`: how far sampling may be ahead of training. Parses the setting ``Run(pipeline=…)``. No I/O."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from difflib import get_close_matches
+
+from rlmesh.errors import UsageError
+
+__all__ = ["Pipeline"]
+
+NAMES = ("sync", "one-step-off", "async")
+FORMS = "'sync', 'one-step-off', 'async' and 'async(staleness=2)'"
+
+
+@dataclass(frozen=True, slots=True)
+class Pipeline:
+    """The rules of one loop, of which all pipelines are settings.
+
+    The staleness of a group that step s trains (from 1 on) is ``s - 1 - v``: step s begins with the weights of version
+    s - 1, and v is the oldest version that sampled a token of the group. Staleness 0 is on-policy.
+
+    Attributes:
+        name: ``sync``, ``one-step-off`` or ``async``.
+        staleness: the most that any group may have.
+        drains: a push of weights waits until no response is being sampled, so each response has one version, which
+            follows from its step; otherwise responses go on across a push.
+    """
+
+    name: str
+    staleness: int
+    drains: bool
+
+    @classmethod
+    def parse(cls, text: str) -> Pipeline:
+        """The pipeline of a setting.
+
+        Raises:
+            UsageError: there is no such pipeline.
+        """
+        given = text.strip()
+        if given == "sync":
+            return cls(given, 0, drains=True)
+        if given == "one-step-off":
+            return cls(given, 1, drains=True)
+        found = re.fullmatch(r"async(?:\(\s*(?:staleness\s*=\s*)?(-?\d+)\s*\))?", given)
+        if found is None:
+            near = get_close_matches(given.partition("(")[0].strip().replace("_", "-"), NAMES, 1)
+            advice = f"; did you mean {near[0]!r}?" if near else ""
+            raise UsageError(f"pipeline={text!r}: there is {FORMS}{advice}")
+        staleness = int(found[1] or 1)
+        if staleness < 1:
+            raise UsageError(f"pipeline={text!r}: staleness must be ≥ 1; 'sync' is the pipeline of staleness 0")
+        return cls("async", staleness, drains=False)

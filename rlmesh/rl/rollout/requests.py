@@ -1,0 +1,73 @@
+"""Requests for groups, and what becomes of them: the values between a `Sampler` and engines, rewards and algorithm."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
+
+import numpy as np
+
+from rlmesh.rl.types import Episode
+
+__all__ = ["Engines", "ErrorKind", "GroupRequest", "Verdict", "sample_seed"]
+
+ErrorKind = Literal["died", "no weights", "error"]
+"""What an error of a request means: the engine's process died, it has no weights to sample with, or anything else."""
+
+
+@dataclass(frozen=True, slots=True)
+class GroupRequest:
+    """A request for the responses of one group.
+
+    Attributes:
+        position: of the group's slot.
+        prompt: token ids.
+        seeds: one per response; they depend on the run's seed and the position only (`sample_seed`).
+        row: of the data set, for episodes of several turns.
+    """
+
+    position: int
+    prompt: list[int]
+    seeds: tuple[int, ...]
+    row: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What becomes of a scored group.
+
+    Attributes:
+        state: ``kept``: it is trained; ``dropped``: it teaches nothing; ``failed``: it has no reward; ``died``: the
+            process of a scorer died.
+        reason: for people.
+    """
+
+    state: Literal["kept", "dropped", "failed", "died"]
+    reason: str = ""
+
+
+class Engines(Protocol):
+    """The engines, as a sampler sees them. Agents that sample through engines can take their place."""
+
+    def ranks(self) -> Sequence[int]:
+        """The ranks of all engines, whether or not they live."""
+        ...
+
+    def ask(self, rank: int, requests: Sequence[GroupRequest]) -> Future[Any]:
+        """Start to sample on one engine; the future has what `episodes` reads. ``cancel()`` gives the requests up."""
+        ...
+
+    def episodes(self, result: Any) -> list[list[Episode]]:
+        """The episodes of each request."""
+        ...
+
+    def kind_of(self, error: BaseException) -> ErrorKind:
+        """What an error of `ask` means."""
+        ...
+
+
+def sample_seed(seed: int, position: int, sample: int) -> int:
+    """The seed of one response, from 0 to 2³¹ - 1: a function of the run's seed, the position and its number."""
+    return int(np.random.SeedSequence([seed, position, sample]).generate_state(1)[0]) >> 1

@@ -1,0 +1,160 @@
+"""`RunSampling`: buffer, ledger and sampler of a run, as a trainer uses them."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rlmesh import current_worker
+from rlmesh.rl.data.loader import PromptLoader
+from rlmesh.rl.rewards.process_pool import PROCESS_DIED
+from rlmesh.rl.rollout.buffer import SampleBuffer
+from rlmesh.rl.rollout.judging import judge
+from rlmesh.rl.rollout.ledger import Ledger
+from rlmesh.rl.rollout.requests import Engines
+from rlmesh.rl.rollout.role_engines import RoleEngines
+from rlmesh.rl.rollout.sampler import POISON, Sampler
+from rlmesh.rl.rollout.saved_groups import plain_group, whole_group
+from rlmesh.rl.types import Episode, Group, Outcome
+
+if TYPE_CHECKING:
+    from rlmesh.rl.trainers.run import Run
+
+__all__ = ["RunSampling", "role_engines"]
+
+logger = logging.getLogger(__name__)
+
+ROWS = 64
+"""Responses that an engine samples together, unless its ``max_batch`` says otherwise."""
+
+
+class RunSampling:
+    """The groups of a run, from drawing to training. Its methods are for the thread of the training loop.
+
+    Args:
+        run: the settings.
+        loader: the prompts.
+        score: groups → the same groups with outcomes.
+        total: an episode → the outcome of all of its rewards together.
+        run_dir: for the ledger.
+    """
+
+    def __init__(
+        self, run: Run, loader: PromptLoader, score: Callable[[Sequence[Group]], list[Group]],
+        total: Callable[[Episode], Outcome], run_dir: Path,
+    ) -> None:  # fmt: skip
+        rollout, staleness = run.rollout, run.schedule.staleness
+        self._run, self._loader, self._score, self._total = run, loader, score, total
+        self._ledger = Ledger(
+            run_dir,
+            {
+                "pipeline": run.pipeline, "staleness": staleness, "batch_size": run.batch_size,
+                "samples": run.algorithm.samples, "prompts": len(loader.data), "seed": run.seed,
+            },
+            current_worker().clock,
+        )  # fmt: skip
+        self.slots = SampleBuffer(
+            run.batch_size, staleness, run.steps, record=self._ledger.record,
+            extra=round(run.batch_size * (rollout.oversampling - 1)),
+            refill=rollout.refill if rollout.dynamic_sampling else 0.0,
+        )  # fmt: skip
+        self.slots.deaths, self.slots.poison = self._ledger.troubles(POISON)
+        self._sampler: Sampler | None = None
+
+    def connect(self, engines: Engines, *, background: bool, revive: Callable[[], object]) -> None:
+        """Sample by these engines from now on; does nothing if it does already.
+
+        Args:
+            engines: the engines.
+            background: sample while the loop trains.
+            revive: gives weights to engines that have none.
+        """
+        if self._sampler is not None:
+            return
+        run, samples = self._run, self._run.algorithm.samples
+        dynamic, rows = run.rollout.dynamic_sampling, run.rollout.options.get("max_batch", ROWS)
+        self._sampler = Sampler(
+            self.slots, self._loader.draw, engines, self._score,
+            lambda group: judge(group, self._total, dynamic=dynamic, died=PROCESS_DIED), pipeline=run.schedule,
+            samples=samples, seed=run.seed, in_flight=run.rollout.in_flight or max(1, rows // samples),
+            background=background, note=self._note, revive=revive,
+        )  # fmt: skip
+
+    @property
+    def sampler(self) -> Sampler:
+        """The sampler of the engines that `connect` was given."""
+        assert self._sampler is not None, "connect() comes first"
+        return self._sampler
+
+    def take(self, step: int) -> list[Group]:
+        """The groups of a step, with their rewards; see `Sampler.take`."""
+        return self.sampler.take(step)
+
+    def trained(self, step: int) -> None:
+        """The step is trained: free its slots. If the pipeline drains, first wait until nothing is being sampled, so
+        that weights can be pushed."""
+        self.sampler.drain()
+        self.sampler.trained(step)
+
+    def advance(self, version: int) -> None:
+        """All engines serve a version; see `Sampler.advance`."""
+        self.sampler.advance(version)
+
+    def pause(self) -> None:
+        """Give up what is being sampled, before the run goes back; see `Sampler.pause`."""
+        self.sampler.pause()
+
+    def report(self) -> dict[str, float]:
+        """Numbers for the report of a step, whose rows are in the ledger afterwards, without fsync."""
+        self._ledger.flush()
+        return self.sampler.report()
+
+    def _note(self, text: str) -> None:
+        logger.warning(text)
+        current_worker().alarm(text)
+
+    # Checkpoints.
+
+    def state(self) -> dict[str, Any]:
+        """All that a checkpoint needs between two steps, as plain values: the next position, and the slots that are not
+        done with, with their groups. The ledger becomes safe against the death of the machine in the background."""
+        self._ledger.sync()
+        state = self.slots.state()
+        for slot in state["slots"]:
+            if "group" in slot:
+                slot["group"] = plain_group(slot["group"])
+        return state
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go back to a state. Later rows of the ledger become void."""
+        slots = [dict(slot) for slot in state["slots"]]
+        for slot in slots:
+            if "group" in slot:
+                drawn = self._loader.draw(slot["position"])
+                slot["group"] = whole_group(slot["group"], drawn.key, drawn.prompt.row)
+        self._ledger.go_back(state["step"] - 1, cursor=state["cursor"], kept=[slot["position"] for slot in slots])
+        self.slots.restore({**state, "slots": slots})
+
+    def go_back(self, step: int) -> None:
+        """Go on after a step of which no state is saved, with what the ledger knows."""
+        cursor, unfinished = self._ledger.go_back(step)
+        least = step * self.slots.batch_size
+        if cursor < least:
+            self._note(
+                f"the ledger lacks rows of the first {step} steps; the run goes on with the prompt at position {least}"
+            )
+            cursor = least
+        self.slots.restart(step, cursor, unfinished)
+
+    def close(self) -> None:
+        """End all threads. May be called twice."""
+        if self._sampler is not None:
+            self._sampler.close()
+        self._ledger.close()
+
+
+def role_engines(run: Run, group: Any, *, in_turn: bool) -> RoleEngines:
+    """The engines of a run's role, with the run's parameters of sampling."""
+    return RoleEngines(group, run.rollout.params(greedy=False), in_turn=in_turn)

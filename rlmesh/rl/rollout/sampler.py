@@ -1,0 +1,420 @@
+"""`Sampler`: asks the engines for the groups of a buffer, has them scored, and gives them to the training loop.
+
+With ``background`` a thread does that while the loop trains; otherwise `take` does it, on the thread that calls it. The
+rules are those of the buffer (`rlmesh.rl.rollout.buffer`); here is what concerns engines:
+
+* In a pipeline that drains, groups are asked for in *rounds*: each engine gets an equal part of what may be asked for,
+  in one request, and the next round begins when all parts are there and scored. So responses do not depend on times. In
+  the asynchronous pipeline each group is a request of its own, and goes to the engine that has fewest.
+* A group whose engine dies is asked for again, of an engine that lives. An engine that died or has no weights is asked
+  again after the next push.
+* A group that was being sampled at two deaths is set apart: it is asked for alone, with nothing else on the engine. If
+  that engine dies too, the group is to blame: it fails, and the run goes on. A scorer has a process to itself, so the
+  second death of a group's scorer is enough.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextvars import copy_context
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from rlmesh.rl.data.loader import Drawn
+from rlmesh.rl.rollout.asking import EngineLoads
+from rlmesh.rl.rollout.buffer import GroupSlot, SampleBuffer
+from rlmesh.rl.rollout.pipeline import Pipeline
+from rlmesh.rl.rollout.requests import Engines, GroupRequest, Verdict, sample_seed
+from rlmesh.rl.types import Group
+
+__all__ = ["POISON", "Sampler"]
+
+logger = logging.getLogger(__name__)
+
+POISON = "poison"
+"""Begins the reason of a group that fails since it kills engines or scorers."""
+SCORERS = 4
+"""Threads that have groups scored while others are sampled."""
+LOOK_S = 1.0
+"""Seconds after which a thread that waits looks again, if nothing happens."""
+
+
+@dataclass(eq=False)
+class _Totals:
+    """Sums since the last report."""
+
+    trainer_wait_s: float = 0.0
+    asked_again: int = 0
+    dropped: int = 0
+    failed: int = 0
+    poisoned: int = 0
+    versions: list[tuple[int, int]] = field(default_factory=list)
+
+
+class Sampler:
+    """Its public methods are for the one thread of the training loop.
+
+    Args:
+        buffer: of the run.
+        draw: position → the prompt.
+        engines: the engines.
+        score: groups → the same groups with the outcomes of their rewards. With ``background`` it is called on several
+            threads.
+        judge: a scored group → what becomes of it.
+        pipeline: of the run.
+        samples: responses per prompt.
+        seed: of the run.
+        in_flight: groups that one engine samples at a time, in a pipeline that does not drain.
+        background: sample while the loop trains.
+        note: called with a sentence about each group that is set aside.
+        revive: gives weights to engines that have none; called on the loop's thread when no other engine is left.
+        clock: seconds.
+    """
+
+    def __init__(
+        self, buffer: SampleBuffer, draw: Callable[[int], Drawn], engines: Engines,
+        score: Callable[[Sequence[Group]], list[Group]], judge: Callable[[Group], Verdict], *, pipeline: Pipeline,
+        samples: int, seed: int, in_flight: int = 8, background: bool = False,
+        note: Callable[[str], object] = logger.warning, revive: Callable[[], object] = lambda: None,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:  # fmt: skip
+        self.buffer, self.pipeline = buffer, pipeline
+        self._draw, self._engines, self._score, self._judge = draw, engines, score, judge
+        self._samples, self._seed, self._background = samples, seed, background
+        self._note, self._revive, self._clock = note, revive, clock
+        round_size = buffer.batch_size + buffer.extra if pipeline.drains else 0
+        self._loads = EngineLoads(round_size=round_size, in_flight=in_flight)
+        self._prompts: dict[int, Drawn] = {}
+        self._asked: set[Future[Any]] = set()
+        self._scoring: dict[Future[list[Group]], list[GroupSlot]] = {}
+        self._scorer_deaths: dict[int, int] = {}
+        self._events: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
+        self._changed = threading.Condition()
+        """Guards the fields of this object and the buffer; notified after events."""
+        self._totals = _Totals()
+        self._error: BaseException | None = None
+        self._generation = 0
+        """Answers to requests of an earlier generation are ignored: the run went back meanwhile."""
+        self._ends = False
+        self._thread: threading.Thread | None = None
+        self._pool = ThreadPoolExecutor(SCORERS, thread_name_prefix="rlmesh-scorer") if background else None
+
+    # For the training loop.
+
+    def take(self, step: int, timeout_s: float | None = None) -> list[Group]:
+        """The groups of a step, with their rewards, in drawing order; waits for them.
+
+        Raises:
+            TimeoutError: they are not there after ``timeout_s``.
+            Exception: an engine or a reward raised an error.
+        """
+        began = self._clock()
+        found: list[GroupSlot] = []
+
+        def there() -> bool:
+            renewed = self.buffer.renewed
+            found.extend(self.buffer.take(step) or ())
+            if self.buffer.renewed != renewed:
+                self._post()
+            return bool(found)
+
+        self._wait(there, timeout_s, f"the groups of step {step} are not there")
+        with self._changed:
+            self._totals.trainer_wait_s += self._clock() - began
+            self._totals.versions += [slot.versions for slot in found if slot.versions is not None]
+        self._post()
+        return [slot.group for slot in found if slot.group is not None]
+
+    def drain(self, timeout_s: float | None = None) -> None:
+        """In a pipeline that drains, wait until nothing is being sampled or scored, and nothing more can be with these
+        weights. Call it before a push.
+
+        Raises:
+            TimeoutError: something still is after ``timeout_s``.
+            Exception: an engine or a reward raised an error.
+        """
+        if self.pipeline.drains and self._background:
+            self._wait(self._is_drained, timeout_s, "the engines still sample", revives=False)
+
+    def advance(self, version: int) -> None:
+        """Sample on: all engines serve a version."""
+        with self._changed:
+            self._loads.serve(self._engines.ranks())
+            self.buffer.advance(version)
+        if not self._background:
+            # Nothing is sampled while the loop trains, so what comes from these weights is sampled now.
+            if self.pipeline.staleness:
+                self._wait(self._is_drained, None, "the engines still sample")
+            return
+        if self._thread is None:
+            work = partial(copy_context().run, self._run)
+            self._thread = threading.Thread(target=work, name="rlmesh-sampler", daemon=True)
+            self._thread.start()
+        self._post()
+
+    def trained(self, step: int) -> None:
+        """Free the slots of a step."""
+        with self._changed:
+            for slot in self.buffer.taken:
+                self._prompts.pop(slot.position, None)
+                self._scorer_deaths.pop(slot.position, None)
+            self.buffer.trained(step)
+
+    def pause(self) -> None:
+        """Give up what is being sampled, and ask for nothing until `advance`: the run goes back to a checkpoint."""
+        with self._changed:
+            self._generation += 1
+            self.buffer.version = None
+            self._loads.clear()
+            self._scoring.clear()
+            self._prompts.clear()
+            self._scorer_deaths.clear()
+            self._error = None
+            self._cancel()
+
+    def report(self) -> dict[str, float]:
+        """Numbers for the report of a step, since the last report; docs/pipelines.md explains them."""
+        with self._changed:
+            self._measure()
+            totals, self._totals = self._totals, _Totals()
+            waited_s, self._loads.waited_s = self._loads.waited_s / max(len(self._loads), 1), 0.0
+            counts, step = self.buffer.counts(), self.buffer.step - 1
+        stale = [step - 1 - oldest for oldest, _ in totals.versions]
+        mixed = sum(oldest != newest for oldest, newest in totals.versions)
+        return {
+            "buffer/ready": float(counts["ready"]),
+            "buffer/sampling": float(counts["sampling"]),
+            "buffer/engines_wait_s": waited_s,
+            "buffer/trainer_wait_s": totals.trainer_wait_s,
+            "buffer/asked_again": float(totals.asked_again),
+            "buffer/dropped": float(totals.dropped),
+            "buffer/failed": float(totals.failed),
+            "buffer/poisoned": float(totals.poisoned),
+            "buffer/staleness_mean": float(np.mean(stale)) if stale else 0.0,
+            "buffer/staleness_max": float(max(stale, default=0)),
+            "buffer/mixed_versions": mixed / max(len(totals.versions), 1),
+        }
+
+    def close(self) -> None:
+        """End the threads. What is being sampled is given up."""
+        self._ends = True
+        self._post()
+        if self._thread is not None:
+            self._thread.join()
+        with self._changed:
+            self._cancel()
+        if self._pool is not None:
+            self._pool.shutdown(cancel_futures=True)
+
+    def _cancel(self) -> None:
+        asked, self._asked = self._asked, set()
+        for future in asked:
+            future.cancel()
+
+    def _wait(self, ready: Callable[[], bool], timeout_s: float | None, what: str, *, revives: bool = True) -> None:
+        deadline = None if timeout_s is None else self._clock() + timeout_s
+        while True:
+            with self._changed:
+                if not self._background:
+                    self._go_on()
+                if self._error is not None:
+                    error, self._error = self._error, None
+                    raise error
+                if ready():
+                    return
+                left_s = LOOK_S if deadline is None else min(LOOK_S, deadline - self._clock())
+                if left_s <= 0:
+                    raise TimeoutError(f"after {timeout_s:g} s {what}: {self._described()}")
+                lifeless = revives and not self._loads.any_up and bool(self.buffer.askable())
+                if self._background and not lifeless:
+                    self._changed.wait(left_s)
+                    continue
+            if lifeless:
+                self._revive()
+                with self._changed:
+                    self._loads.serve(self._engines.ranks())
+                self._post()
+            else:
+                self._carry_out(left_s)
+
+    # On the thread of the sampler; without one, on that of the training loop.
+
+    def _run(self) -> None:
+        while not self._ends:
+            try:
+                with self._changed:
+                    self._go_on()
+            except BaseException as error:
+                self._give_up(error)
+            self._carry_out(LOOK_S)
+
+    def _post(self, event: Callable[[], object] = lambda: None) -> None:
+        self._events.put(event)
+
+    def _carry_out(self, wait_s: float) -> None:
+        """Carry out all events that are there; waits for the first one."""
+        try:
+            events = [self._events.get(timeout=wait_s)]
+        except queue.Empty:
+            return
+        with self._changed:
+            while not self._events.empty():
+                events.append(self._events.get())
+            for event in events:
+                try:
+                    event()
+                except Exception as error:
+                    self._give_up(error)
+            self._changed.notify_all()
+
+    def _give_up(self, error: BaseException) -> None:
+        with self._changed:
+            self._error = self._error or error
+            self._changed.notify_all()
+
+    def _go_on(self) -> None:
+        """Score what is sampled, draw, and ask engines."""
+        if self._error is not None:
+            return
+        while self._begin_scoring():
+            pass
+        self.buffer.draw(lambda position: self._prompt(position).key)
+        if not (self.pipeline.drains and self._scoring):
+            for rank, slots in self._loads.plan(self.buffer.askable()):
+                self._ask(rank, slots)
+        self._measure()
+
+    def _prompt(self, position: int) -> Drawn:
+        if position not in self._prompts:
+            self._prompts[position] = self._draw(position)
+        return self._prompts[position]
+
+    def _is_drained(self) -> bool:
+        if (
+            self._scoring
+            or self._loads.busy
+            or any(slot.state == "sampled" and not slot.scored for slot in self.buffer)
+        ):
+            return False
+        return not self._loads.any_up or not (self.buffer.askable() or self.buffer.room)
+
+    def _ask(self, rank: int, slots: list[GroupSlot]) -> None:
+        self._measure()
+        self._loads.begin(rank, slots)
+        requests = []
+        for slot in slots:
+            self.buffer.ask(slot)
+            seeds = tuple(sample_seed(self._seed, slot.position, number) for number in range(self._samples))
+            prompt = self._prompt(slot.position).prompt
+            requests.append(GroupRequest(slot.position, prompt.ids.tolist(), seeds, prompt.row))
+        try:
+            future = self._engines.ask(rank, requests)
+        except Exception as error:
+            future = Future()
+            future.set_exception(error)
+        self._asked.add(future)
+        generation = self._generation
+        future.add_done_callback(lambda done: self._post(lambda: self._answered(generation, rank, slots, done)))
+
+    def _answered(self, generation: int, rank: int, slots: list[GroupSlot], done: Future[Any]) -> None:
+        if generation != self._generation or self._ends:
+            if not done.cancelled():
+                done.exception()  # which nobody needs
+            return
+        self._asked.discard(done)
+        self._measure()
+        error = done.exception()
+        kind = None if error is None else self._engines.kind_of(error)
+        alone = self._loads.end(rank, slots, lost=kind in ("died", "no weights"))
+        if error is None:
+            for slot, episodes in zip(slots, self._engines.episodes(done.result()), strict=True):
+                drawn = self._prompt(slot.position)
+                self.buffer.sampled(slot, Group(drawn.key, tuple(episodes), drawn.prompt.row))
+        elif kind == "error":
+            self._give_up(error)
+        else:
+            told = f"{error}"[:200].partition("\n")[0]
+            for slot in slots:
+                if alone and kind == "died":
+                    self._set_aside(
+                        slot, f"{slot.deaths + 1} engines died of it, the last one with nothing else: {told}"
+                    )
+                else:
+                    self._totals.asked_again += 1
+                    self.buffer.ask_again(slot, f"engine {rank}, {kind}: {told}", died=kind == "died")
+
+    def _set_aside(self, slot: GroupSlot, why: str) -> None:
+        self._totals.poisoned += 1
+        epoch, index = slot.key
+        self._note(f"the prompt at position {slot.position} (epoch {epoch}, prompt {index} of the data) fails: {why}")
+        self._fail(slot, f"{POISON}: {why}", poison=True)
+
+    def _fail(self, slot: GroupSlot, reason: str, *, poison: bool = False) -> None:
+        self._totals.failed += 1
+        count, size = self.buffer.fail(slot, reason, poison=poison), self.buffer.batch_size
+        if count >= size:
+            self._give_up(
+                RuntimeError(
+                    f"no response of the batch has a reward: {count} groups failed for step {slot.step}, the last one "
+                    f"because of: {reason}. Check the rewards and the columns of the data that they read"
+                )
+            )
+
+    # Scoring.
+
+    def _begin_scoring(self) -> bool:
+        """Give groups that are sampled to the rewards: each by itself or, in a pipeline that drains, a whole round.
+        True if they have been scored already."""
+        under_way = {slot.position for slots in self._scoring.values() for slot in slots}
+        slots = [
+            slot
+            for slot in self.buffer
+            if slot.state == "sampled" and not slot.scored and slot.position not in under_way
+        ]
+        if self.pipeline.drains and (self._scoring or self._loads.in_round):
+            slots = []
+        for part in [slots] if self.pipeline.drains and slots else [[slot] for slot in slots]:
+            groups = [slot.group for slot in part if slot.group is not None]
+            if self._pool is None:
+                self._scored(part, self._score(groups))
+                continue
+            future = self._pool.submit(copy_context().run, self._score, groups)
+            self._scoring[future] = part
+            future.add_done_callback(lambda done: self._post(lambda: self._finish_scoring(done)))
+        return self._pool is None and bool(slots)
+
+    def _finish_scoring(self, done: Future[list[Group]]) -> None:
+        slots = self._scoring.pop(done, None)
+        if slots is not None:  # else the run went back meanwhile
+            self._scored(slots, done.result())
+
+    def _scored(self, slots: list[GroupSlot], groups: Sequence[Group]) -> None:
+        for slot, group in zip(slots, groups, strict=True):
+            verdict = self._judge(group)
+            if verdict.state == "died":
+                deaths = self._scorer_deaths[slot.position] = self._scorer_deaths.get(slot.position, 0) + 1
+                if deaths > 1:
+                    self._set_aside(slot, f"its scorer died twice: {verdict.reason}")
+                # Else the group is scored again.
+            elif verdict.state == "failed":
+                self._fail(slot, verdict.reason)
+            elif verdict.state == "dropped" and self.buffer.drop(slot, verdict.reason):
+                self._totals.dropped += 1
+            else:
+                self.buffer.scored(slot, group)
+
+    def _measure(self) -> None:
+        full = self.buffer.version is not None and not self.buffer.askable()
+        self._loads.measure(self._clock(), full=full)
+
+    def _described(self) -> str:
+        counts = ", ".join(f"{count} {name}" for name, count in self.buffer.counts().items())
+        return f"groups: {counts}; {self._loads.described() or 'there is no engine'}"

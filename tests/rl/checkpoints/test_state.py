@@ -1,0 +1,135 @@
+"""The trainer's part of a checkpoint: what it can hold, and that it is whole or not there."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from rlmesh import JobInfo, WorkerContext, acting_as
+from rlmesh.errors import UsageError
+from rlmesh.rl.checkpoints.resuming import TrainerCheckpoints
+from rlmesh.rl.checkpoints.state import decoded, encoded, seed_generators
+from rlmesh.rl.checkpoints.store import CheckpointStore, checkpoint_folder, saved_step
+from rlmesh.rl.trainers.here import _MetricsLink
+from rlmesh.rl.trainers.progress import Progress
+from tests.rl.checkpoints.runs import make
+
+
+def test_a_state_comes_back_as_it_was() -> None:
+    state = {
+        "number": 0.1 + 0.2, "none": None, "text": "ä", "nested": [{"a": (1, (2.5,))}, True], "bytes": b"\0\xff",
+        "array": np.arange(6, dtype=np.int16).reshape(2, 3), "empty": np.zeros((0, 4)), "scalar": np.float32(0.5),
+        "zero_d": np.array(2**40), "same_dtype": [np.arange(2, dtype=np.int16), np.array([1.5])],
+    }  # fmt: skip
+    whole = encoded(state)
+    state["array"][:] = 0  # a later change is not part of it
+    found = decoded(whole)
+    state["array"] = np.arange(6, dtype=np.int16).reshape(2, 3)
+    assert found.keys() == state.keys()
+    for name, value in state.items():
+        np.testing.assert_equal(found[name], value)
+        if isinstance(value, np.ndarray):
+            assert found[name].dtype == value.dtype and found[name].flags.writeable
+
+
+@pytest.mark.parametrize(
+    ("value", "says"),
+    [
+        ({"a": [{1}]}, r"state\['a'\]\[0\] is a set: a state has numbers"),
+        ({"a": {1: 2}}, r"state\['a'\] has the key 1: the keys of a state are texts"),
+        ({"a": torch.ones(1)}, "is a Tensor.*tensor.numpy"),
+        ({"a": np.array([None])}, "is a ndarray"),
+    ],
+)
+def test_what_a_state_cannot_have_is_named(value: dict[str, Any], says: str) -> None:
+    with pytest.raises(UsageError, match=says):
+        encoded(value)
+
+
+def test_generators_follow_from_seed_step_and_who() -> None:
+    def numbers(*given: Any) -> tuple[float, float, float]:
+        seed_generators(*given)
+        return random.random(), float(np.random.random()), float(torch.rand(()))
+
+    first = numbers(1, 2, ("ACTOR", 0))
+    assert numbers(1, 2, ("ACTOR", 0)) == first
+    others = [numbers(2, 2, ("ACTOR", 0)), numbers(1, 3, ("ACTOR", 0)), numbers(1, 2, ("ACTOR", 1))]
+    assert len({first, *others, numbers(1, 2, ("CRITIC", 0))}) == 5
+
+
+def commit(store: CheckpointStore, step: int, **metrics: float) -> None:
+    (checkpoint_folder(store.run_dir, step) / "actor").mkdir(parents=True)
+    (checkpoint_folder(store.run_dir, step) / "actor" / "current.json").write_text("{}")
+    assert saved_step(store.run_dir) < step  # it does not count yet
+    about = {"metrics": metrics, "settings": {}, "position": {}}
+    store.commit(step, ["actor"], encoded({"step": step}), about)
+    assert store.read(step).trainer_state() == {"step": step}
+
+
+def test_the_latest_and_the_best_stay(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path, keep_last=2, keep_best="val")
+    for step, value in enumerate((0.1, 0.5, 0.4, 0.5, 0.2), 1):
+        commit(store, step, val=value)
+    commit(store, 6)
+    assert store.best_step() == 2 and CheckpointStore(tmp_path, keep_best="-val").best_step() == 1
+    store.prune()
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == [
+        "step-000002", "step-000005", "step-000006",
+    ]  # fmt: skip
+    (checkpoint_folder(tmp_path, 7) / "actor").mkdir(parents=True)
+    assert store.latest_step == 6
+    store.remove_incomplete()
+    assert not checkpoint_folder(tmp_path, 7).exists() and store.latest_step == 6
+
+
+class Recorded:
+    """An object with a record of its own."""
+
+    def __init__(self, value: Any = 0) -> None:
+        self.value, self.calls = value, list[Any]()
+
+    def state(self) -> Mapping[str, Any]:
+        return {"value": self.value}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        self.calls.append(state["value"])
+
+    def go_back(self, step: int) -> None:
+        self.calls.append(f"after {step}")
+
+
+class Plain(Recorded):
+    go_back = None  # type: ignore[assignment]
+
+
+def test_a_trainer_that_restarts_alone_goes_on_from_what_was_noted(tmp_path: Path) -> None:
+    def trainer(*objects: Any) -> TrainerCheckpoints:
+        named = dict(zip(("buffer", "controller"), objects, strict=True))
+        context = WorkerContext(JobInfo("j", "j"), "TRAINER", 0, 1, _MetricsLink(tmp_path), run_dir=tmp_path)
+        with acting_as(context):
+            return TrainerCheckpoints(
+                make(tmp_path), tmp_path, roles=list, objects=lambda: named, position=lambda step: {},
+                tell=lambda text: None,
+            )  # fmt: skip
+
+    before = trainer(Recorded(np.arange(9)), Plain(3))
+    before.finish(7, {"reward_mean": 0.5})
+    buffer, controller = Recorded(), Plain()
+    after = trainer(buffer, controller)
+    assert after.step_after({7}) == 7 and after.lost == 0
+    assert after.restore(7) == {"reward_mean": 0.5}
+    assert buffer.calls == ["after 7"] and controller.calls == [3]
+    # The members in training are not where the trainer was: they begin anew, and so does all else.
+    assert after.step_after({0}) == 0 and after.lost == 7
+    after.restore(0)
+    assert (buffer.calls[-1], controller.calls[-1]) == (0, 0)
+    # A state that is too large to be noted is in checkpoints only.
+    trainer(Recorded(), Plain("x" * 70_000)).finish(3, {})
+    assert Progress.read(tmp_path).state is None
+    assert trainer(Recorded(), Plain()).step_after({3}) == 0

@@ -1,0 +1,345 @@
+"""`Sampler`: all pipelines with engines that answer at different times, die, or are killed by a prompt."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlmesh.rl.rollout.asking import EngineLoads
+from rlmesh.rl.rollout.buffer import GroupSlot, SampleBuffer
+from rlmesh.rl.rollout.judging import judge
+from rlmesh.rl.rollout.ledger import LEDGER, Ledger, faults_of, read_rows
+from rlmesh.rl.rollout.pipeline import Pipeline
+from rlmesh.rl.rollout.requests import sample_seed
+from rlmesh.rl.rollout.sampler import Sampler
+from rlmesh.rl.types import Episode, Failed, Group, Outcome, Score
+from tests.own_time import HANG_S
+from tests.rl.rollout.fakes import FakeEngines, draw_from, group_of, scored
+
+SIZE, PROMPTS, STEPS = 4, 12, 9
+PIPELINES = ("sync", "one-step-off", "async(staleness=1)", "async(staleness=3)")
+DIED = "the scorer's process ended"
+
+
+def total(episode: Episode) -> Outcome:
+    return episode.outcomes["r"]
+
+
+class Loop:
+    """A training loop without training, over fake engines and a real ledger."""
+
+    def __init__(
+        self, folder: Path, engines: FakeEngines, pipeline: str, *, refill: float = 0.0, steps: int = STEPS,
+        score: Callable[[Sequence[Group]], list[Group]] = scored, in_flight: int = 2,
+    ) -> None:  # fmt: skip
+        rules = Pipeline.parse(pipeline)
+        self.engines, self.steps, self.path = engines, steps, folder / LEDGER
+        settings = {"staleness": rules.staleness, "batch_size": SIZE}
+        self.ledger = Ledger(folder, settings, lambda: 0.0)
+        self.notes: list[str] = []
+        self.revived = 0
+        self.reports: list[dict[str, float]] = []
+        self.taken: list[list[int]] = []
+        buffer = SampleBuffer(SIZE, rules.staleness, steps, refill=refill, record=self.ledger.record)
+        self.sampler = Sampler(
+            buffer, draw_from(PROMPTS), engines, score,
+            lambda group: judge(group, total, dynamic=refill > 0, died=DIED), pipeline=rules, samples=2, seed=0,
+            in_flight=in_flight, background=rules.staleness > 0, note=self.notes.append, revive=self.revive,
+        )  # fmt: skip
+
+    def revive(self) -> None:
+        self.revived += 1
+        self.engines.push(self.engines.version)
+
+    def begin(self, version: int = 0) -> None:
+        self.engines.push(version)
+        self.sampler.advance(version)
+
+    def step(self, step: int) -> None:
+        groups = self.sampler.take(step, HANG_S)
+        assert len(groups) == SIZE and all(group.episodes[0].outcomes for group in groups)
+        self.taken.append([int(group.episodes[0].ids[1]) for group in groups])
+        self.sampler.drain(HANG_S)
+        self.sampler.trained(step)
+        self.engines.push(step)
+        self.reports.append(self.sampler.report())
+        self.sampler.advance(step)
+
+    def run(self) -> None:
+        self.begin()
+        for step in range(1, self.steps + 1):
+            self.step(step)
+        self.ledger.flush()
+
+    def close(self) -> None:
+        self.sampler.close()
+        self.ledger.close()
+        self.engines.close()
+
+
+@contextmanager
+def loop(folder: Path, engines: FakeEngines, pipeline: str, **options: Any) -> Iterator[Loop]:
+    made = Loop(folder, engines, pipeline, **options)
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+def tenfold(position: int) -> float:
+    """Every third prompt takes ten times as long."""
+    return 10.0 if position % 3 == 0 else 1.0
+
+
+@pytest.mark.parametrize("pipeline", PIPELINES)
+@pytest.mark.parametrize("count", [1, 2])
+def test_each_prompt_is_trained_once_per_epoch_however_slow(tmp_path: Path, pipeline: str, count: int) -> None:
+    with loop(tmp_path, FakeEngines(count, tenfold), pipeline) as made:
+        made.run()
+        assert [place for taken in made.taken for place in taken] == list(range(SIZE * STEPS))
+        assert faults_of(made.path) == []
+        rows = [row for row in read_rows(made.path) if row.state == "trained"]
+        for epoch in range(3):
+            assert sorted(row.prompt for row in rows if row.epoch == epoch) == list(range(PROMPTS))
+        assert max(report["buffer/staleness_max"] for report in made.reports) <= made.sampler.pipeline.staleness
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_one_step_off_samples_each_step_with_the_version_before_the_last(tmp_path: Path, count: int) -> None:
+    with loop(tmp_path, FakeEngines(count, tenfold), "one-step-off") as made:
+        made.run()
+        rows = [row for row in read_rows(made.path) if row.state == "trained"]
+        assert all(row.oldest == row.newest == max((row.step or 0) - 2, 0) for row in rows)
+        # Each round is one request per engine, so responses do not depend on times.
+        parts = sorted(positions for _, _, positions in made.engines.asked)
+        share = SIZE // count
+        assert parts == [tuple(range(at, at + share)) for at in range(0, SIZE * STEPS, share)]
+
+
+def test_responses_go_on_across_a_push(tmp_path: Path) -> None:
+    with loop(tmp_path, FakeEngines(2, tenfold), "async(staleness=2)") as made:
+        made.engines.stuck = {9}
+        made.begin()
+        made.step(1)
+        made.step(2)
+        made.engines.release()
+        for step in range(3, STEPS + 1):
+            made.step(step)
+        made.ledger.flush()
+        (row,) = [row for row in read_rows(made.path) if row.position == 9]
+        assert (row.step, row.oldest, row.newest, row.asked) == (3, 0, 2, 1), "begun with version 0, ended with 2"
+        assert made.reports[2]["buffer/mixed_versions"] >= 1 / SIZE and made.reports[2]["buffer/staleness_max"] == 2
+        assert faults_of(made.path) == []
+
+
+def test_engines_wait_while_the_buffer_is_full(tmp_path: Path) -> None:
+    with loop(tmp_path, FakeEngines(2), "async(staleness=2)") as made:
+        made.begin()
+        full = threading.Event()
+
+        def look() -> bool:
+            return made.sampler.buffer.counts()["ready"] == 3 * SIZE
+
+        while not look():
+            assert not full.wait(0.01)
+        before = len(made.engines.asked)
+        assert before == 3 * SIZE and not full.wait(0.1) and len(made.engines.asked) == before
+        made.step(1)
+        assert made.reports[0]["buffer/engines_wait_s"] > 0.05
+
+
+@pytest.mark.parametrize("pipeline", PIPELINES)
+def test_a_group_whose_engine_dies_is_asked_for_elsewhere(tmp_path: Path, pipeline: str) -> None:
+    killed: list[int] = []
+
+    def kills(position: int) -> bool:
+        if position == 5 and not killed:
+            killed.append(position)
+            return True
+        return False
+
+    with loop(tmp_path, FakeEngines(2, tenfold, kills), pipeline) as made:
+        made.run()
+        assert faults_of(made.path) == [] and killed and made.revived == 0
+        assert [place for taken in made.taken for place in taken] == list(range(SIZE * STEPS))
+        rows = {row.position: row for row in read_rows(made.path)}
+        assert rows[5].asked == 2 and rows[5].deaths == 1
+        assert sum(report["buffer/asked_again"] for report in made.reports) >= 1
+
+
+def test_the_only_engine_dies_and_gets_weights_again(tmp_path: Path) -> None:
+    killed: list[int] = []
+
+    def kills(position: int) -> bool:
+        killed.append(position)
+        return killed.count(5) == 1 and position == 5
+
+    engines = FakeEngines(1, kills=kills)
+    with loop(tmp_path, engines, "sync") as made:
+        made.run()
+        assert made.revived == 1 and faults_of(made.path) == []
+
+
+@pytest.mark.parametrize("pipeline", PIPELINES)
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_prompt_that_kills_engines_is_set_aside(tmp_path: Path, pipeline: str, count: int) -> None:
+    with loop(tmp_path, FakeEngines(count, tenfold, lambda position: position == 6), pipeline) as made:
+        made.run()
+        assert faults_of(made.path) == []
+        rows = {row.position: row for row in read_rows(made.path)}
+        assert rows[6].state == "failed" and rows[6].reason.startswith("poison: 3 engines died of it")
+        assert {row.position for row in rows.values() if row.state != "trained"} == {6}
+        assert [len(taken) for taken in made.taken] == [SIZE] * STEPS
+        assert len(made.notes) == 1 and "position 6 (epoch 0" in made.notes[0]
+        assert sum(report["buffer/poisoned"] for report in made.reports) == 1
+
+
+def test_a_suspect_is_asked_for_alone() -> None:
+    loads = EngineLoads(round_size=0, in_flight=4)
+    loads.serve([0, 1])
+    slots = [GroupSlot(position, (0, position), deaths=2 * (position == 1)) for position in range(5)]
+    plan = loads.plan(slots)
+    assert plan[0] == (0, [slots[1]]) and all(rank == 1 for rank, _ in plan[1:]) and len(plan) == 5
+    for rank, part in plan:
+        loads.begin(rank, part)
+    assert all(rank == 1 for rank, _ in loads.plan([GroupSlot(9, (0, 9))])) and loads.end(0, [slots[1]])
+
+
+@pytest.mark.parametrize("pipeline", ["sync", "one-step-off", "async"])
+def test_a_prompt_whose_scorer_dies_twice_is_set_aside(tmp_path: Path, pipeline: str) -> None:
+    calls: list[int] = []
+
+    def score(groups: Sequence[Group]) -> list[Group]:
+        found = []
+        for group in scored(groups):
+            position = int(group.episodes[0].ids[1])
+            if position == 3 or (position == 7 and 7 not in calls):
+                calls.append(position)
+                bad = Episode(group.episodes[0].turns, outcomes={"r": Failed(f"{DIED} with exit code -11")})
+                group = Group(group.key, (bad, *group.episodes[1:]), group.row)
+            found.append(group)
+        return found
+
+    with loop(tmp_path, FakeEngines(2), pipeline, score=score) as made:
+        made.run()
+        rows = {row.position: row for row in read_rows(made.path)}
+        assert rows[3].state == "failed" and "its scorer died twice" in rows[3].reason and calls.count(3) == 2
+        assert rows[7].state == "trained", "one death is no proof"
+        assert faults_of(made.path) == []
+
+
+@pytest.mark.parametrize("pipeline", PIPELINES)
+def test_groups_of_equal_rewards_are_replaced(tmp_path: Path, pipeline: str) -> None:
+    def score(groups: Sequence[Group]) -> list[Group]:
+        return scored(groups, lambda group, number: 1.0 if int(group.episodes[0].ids[1]) % 3 == 0 else number)
+
+    with loop(tmp_path, FakeEngines(2, tenfold), pipeline, refill=2.0, score=score) as made:
+        made.run()
+        taken = [place for step in made.taken for place in step]
+        assert taken == [place for place in range(2 * SIZE * STEPS) if place % 3][: SIZE * STEPS]
+        assert faults_of(made.path) == []
+        dropped = sum(report["buffer/dropped"] for report in made.reports)
+        rows = [row for row in read_rows(made.path) if row.state == "dropped"]
+        assert dropped == len(rows) > 0 and all("the reward 1" in row.reason for row in rows)
+
+
+@pytest.mark.parametrize("pipeline", ["sync", "async"])
+def test_a_refill_has_a_bound(tmp_path: Path, pipeline: str) -> None:
+    with loop(tmp_path, FakeEngines(2), pipeline, refill=1.0, score=lambda g: scored(g, lambda *_: 0.0)) as made:
+        made.run()
+        assert sum(report["buffer/dropped"] for report in made.reports) == SIZE * STEPS
+        assert faults_of(made.path) == []
+
+
+def test_a_group_without_a_reward_is_replaced(tmp_path: Path) -> None:
+    def score(groups: Sequence[Group]) -> list[Group]:
+        return [
+            Group(group.key, tuple(Episode(e.turns, outcomes={"r": Failed("no")}) for e in group.episodes), group.row)
+            if int(group.episodes[0].ids[1]) == 2
+            else group
+            for group in scored(groups)
+        ]
+
+    with loop(tmp_path, FakeEngines(1), "sync", score=score) as made:
+        made.run()
+        assert made.taken[0] == [0, 1, 3, 4] and faults_of(made.path) == []
+
+
+@pytest.mark.parametrize("pipeline", ["sync", "async"])
+def test_rewards_that_always_fail_end_the_run(tmp_path: Path, pipeline: str) -> None:
+    def score(groups: Sequence[Group]) -> list[Group]:
+        return [
+            Group(group.key, tuple(Episode(e.turns, outcomes={"r": Failed("no truth")}) for e in group.episodes))
+            for group in groups
+        ]
+
+    with loop(tmp_path, FakeEngines(1), pipeline, score=score) as made:
+        made.begin()
+        with pytest.raises(RuntimeError, match=r"no response of the batch has a reward.*no truth"):
+            made.sampler.take(1, HANG_S)
+
+
+@pytest.mark.parametrize("pipeline", ["sync", "one-step-off", "async"])
+@pytest.mark.parametrize("where", ["engine", "score"])
+def test_an_error_ends_the_wait(tmp_path: Path, pipeline: str, where: str) -> None:
+    class Broken(FakeEngines):
+        def ask(self, rank: int, requests: Any) -> Any:
+            if where == "engine":
+                raise KeyError("broken")
+            return super().ask(rank, requests)
+
+    def score(groups: Sequence[Group]) -> list[Group]:
+        raise KeyError("broken")
+
+    with loop(tmp_path, Broken(1), pipeline, score=score) as made:
+        made.begin()
+        with pytest.raises(KeyError, match="broken"):
+            made.sampler.take(1, HANG_S)
+
+
+def test_a_wait_that_takes_too_long_says_what_it_waits_for(tmp_path: Path) -> None:
+    engines = FakeEngines(1)
+    engines.hold()
+    with loop(tmp_path, engines, "async") as made:
+        made.begin()
+        with pytest.raises(TimeoutError, match=r"the groups of step 1 are not there: .*engine 0 samples 2 groups"):
+            made.sampler.take(1, 0.2)
+        engines.go_on()
+
+
+@pytest.mark.parametrize("pipeline", PIPELINES)
+def test_answers_from_before_a_return_are_ignored(tmp_path: Path, pipeline: str) -> None:
+    """The run goes back to step 2 while engines sample for later steps."""
+    with loop(tmp_path, FakeEngines(2, tenfold), pipeline) as made:
+        made.begin()
+        for step in range(1, 6):
+            made.step(step)
+        made.sampler.pause()
+        cursor, unfinished = made.ledger.go_back(2)
+        assert cursor == 2 * SIZE and unfinished == []
+        made.sampler.buffer.restart(2, cursor, unfinished)
+        made.begin(2)
+        for step in range(3, STEPS + 1):
+            made.step(step)
+        made.ledger.flush()
+        assert faults_of(made.path) == []
+        rows = list(read_rows(made.path, void=True))
+        assert sum(row.void and row.state == "trained" for row in rows) == 3 * SIZE
+        assert len([row for row in rows if not row.void and row.state == "trained"]) == SIZE * STEPS
+
+
+def test_seeds_differ_by_run_position_and_number() -> None:
+    seeds = {sample_seed(*one) for one in [(0, 0, 0), (1, 0, 0), (0, 1, 0), (0, 0, 1), (0, 1, 1)]}
+    assert len(seeds) == 5 and all(0 <= seed < 2**31 for seed in seeds)
+
+
+def test_only_groups_that_teach_nothing_are_dropped() -> None:
+    (group,) = scored([group_of(0, 0)], lambda group, number: 1.0)
+    assert judge(group, total, dynamic=True, died=DIED).state == "dropped"
+    assert judge(group, total, dynamic=False, died=DIED).state == "kept"
+    assert isinstance(total(group.episodes[0]), Score)
