@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,12 +12,10 @@ from rlmesh.rl.checkpoints.changes import Resumable, changes, described
 from rlmesh.rl.checkpoints.state import EncodedState, decoded, encoded, has_record, restore_states, states_of
 from rlmesh.rl.checkpoints.store import CheckpointStore, RunCheckpoint, checkpoint_folder, read_checkpoint, saved_step
 from rlmesh.rl.checkpoints.writer import CheckpointWriter
-from rlmesh.rl.trainers.progress import Progress
+from rlmesh.rl.trainers.progress import Progress, finished_steps
 
-__all__ = ["SUMMARY", "TrainerCheckpoints", "before_start", "finished_steps", "require_resumable"]
+__all__ = ["TrainerCheckpoints", "before_start", "require_resumable"]
 
-SUMMARY = "summary.json"
-"""The file that a run writes at its end."""
 LIGHT_BYTES = 64 << 10
 """States up to this size are noted after each step, so that a restart of the trainer alone loses no step."""
 METRICS, OBJECTS = "metrics", "objects"
@@ -165,14 +162,6 @@ def require_resumable(run: Resumable, checkpoint: RunCheckpoint, settings: Mappi
     for role in ("actor", "critic")[: 2 if "critic" in run.algorithm.needs else 1]:
         checkpoint.require_part(role)
     checkpoint.trainer_state()
-
-
-def finished_steps(run_dir: Path) -> int:
-    """The number of steps of a run that has come to its end; 0: it has not."""
-    try:
-        return int(json.loads((run_dir / SUMMARY).read_text())["steps"])
-    except FileNotFoundError:
-        return 0
 
 
 def before_start(run: Resumable, run_dir: Path | None) -> int:

@@ -13,11 +13,21 @@ import torch
 from rlmesh.rl.algorithms.protocol import Evaluated, Normalisers, TokenWeights
 from rlmesh.rl.components import Columns
 from rlmesh.rl.engines.training.packed import EMPTY
-from rlmesh.rl.packing import Packs, pack, same_prompts
+from rlmesh.rl.packing import Packs, Tokens, pack, same_prompts
 from rlmesh.rl.roles.trained import Share
 from rlmesh.rl.types import Episode, Group, Outcome, Score
 
-__all__ = ["advantages_of", "joined", "lengths_of", "matrix_of", "packs_of", "shares_of", "value_metrics", "values_of"]
+__all__ = [
+    "advantages_of",
+    "evaluated_of",
+    "joined",
+    "lengths_of",
+    "matrix_of",
+    "packs_of",
+    "shares_of",
+    "value_metrics",
+    "values_of",
+]
 
 
 def packs_of(
@@ -105,6 +115,39 @@ def value_metrics(batch: Evaluated, weights: TokenWeights) -> dict[str, float]:
     left = float((returns - values).var(correction=0))
     found = {"critic/value_mean": float(values.mean()), "critic/return_mean": float(returns.mean())}
     return found | ({"critic/explained_variance": 1 - left / spread} if spread else {})
+
+
+def evaluated_of(
+    episodes: Sequence[Episode], numbers: Sequence[int], totals: Sequence[Outcome], greedy: Sequence[Outcome] | None,
+    found: dict[str, torch.Tensor], version: int,
+) -> Evaluated:  # fmt: skip
+    """The batch of the algorithm.
+
+    Args:
+        episodes: of the batch.
+        numbers: the group of each.
+        totals: the outcome of all rewards of each.
+        greedy: by group, the outcome of a greedy response.
+        found: columns that the roles computed.
+        version: of the weights in training.
+    """
+    tokens = Tokens.of(episodes)
+    return Evaluated(
+        mask=torch.from_numpy(tokens.mask),
+        groups=torch.tensor(numbers),
+        rewards=values_of(totals),
+        valid=torch.tensor(
+            [
+                isinstance(one, Score) and (greedy is None or isinstance(greedy[number], Score))
+                for one, number in zip(totals, numbers, strict=True)
+            ]
+        ),
+        sampled_log_probs=torch.from_numpy(tokens.sampled_log_probs),
+        greedy_rewards=None if greedy is None else values_of([greedy[number] for number in numbers]),
+        cut_off=torch.tensor([episode.finish_reason in ("length", "time") for episode in episodes]),
+        current=torch.tensor([episode.versions <= {version} for episode in episodes]),
+        **{"log_probs": None, **found},
+    )
 
 
 def advantages_of(groups: Sequence[Group], batch: Evaluated, weights: TokenWeights) -> dict[int, float]:

@@ -29,7 +29,8 @@ from rlmesh.rl.roles.fused import ActorRollout, ActorRolloutRef
 from rlmesh.rl.roles.reference import ReferenceRole
 from rlmesh.rl.roles.reward import RewardRole
 from rlmesh.rl.trainers.job import given_roles
-from rlmesh.rl.trainers.trainer import Trainer, result_of
+from rlmesh.rl.trainers.run import result_of
+from rlmesh.rl.trainers.trainer import Trainer
 
 if TYPE_CHECKING:
     from rlmesh.rl.trainers.run import Run, RunResult

@@ -7,14 +7,20 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from rlmesh import current_worker
 from rlmesh.errors import UsageError
 
-__all__ = ["Progress"]
+__all__ = ["MODEL", "SUMMARY", "Progress", "finished_steps", "trained_role_restarted"]
 
 FILE = "progress.json"
+SUMMARY, MODEL = "summary.json", "model"
+"""What a run leaves at its end: a file with its last metrics, and the folder of the policy."""
+RESTART_NEWS_S = 2.0
+"""Seconds that a failed call waits for the news that a restart was its cause."""
 
 
 @dataclass(frozen=True)
@@ -52,3 +58,21 @@ class Progress:
         aside = run_dir / f".{FILE}.{os.getpid()}"
         aside.write_text(json.dumps(asdict(self)) + "\n")
         aside.replace(run_dir / FILE)
+
+
+def finished_steps(run_dir: Path) -> int:
+    """The number of steps of a run that has come to its end; 0: it has not."""
+    try:
+        return int(json.loads((run_dir / SUMMARY).read_text())["steps"])
+    except FileNotFoundError:
+        return 0
+
+
+def trained_role_restarted() -> bool:
+    """True if the actor or the critic restarted, so that a failed call was due to that. The news may come after the
+    error."""
+    deadline = time.monotonic() + RESTART_NEWS_S
+    while (left_s := deadline - time.monotonic()) > 0:
+        if any(event.role in ("ACTOR", "CRITIC") for event in current_worker().events(left_s)):
+            return True
+    return False

@@ -15,6 +15,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -29,6 +30,7 @@ from rlmesh.rl.rewards.reward import Reward
 from rlmesh.rl.rollout.episodes.plan import EpisodePlan
 from rlmesh.rl.rollout.episodes.settings import EpisodeSettings
 from rlmesh.rl.rollout.pipeline import Pipeline
+from rlmesh.rl.trainers.progress import MODEL, SUMMARY, finished_steps
 from rlmesh.rl.trainers.settings import (
     ActorSettings,
     CriticSettings,
@@ -377,7 +379,6 @@ class Run:
         """
         self.check()
         from rlmesh.rl.checkpoints.resuming import before_start  # loads torch, which the check may not need
-        from rlmesh.rl.trainers.trainer import result_of, result_of_complete
 
         job = self.job()
         run_dir = job.known_run_dir(options.get("run_dir"))
@@ -401,7 +402,6 @@ class Run:
         """
         from rlmesh.rl.checkpoints.resuming import before_start
         from rlmesh.rl.trainers.here import run_here
-        from rlmesh.rl.trainers.trainer import result_of_complete
 
         self.check()
         stamp = time.strftime("%Y%m%d-%H%M%S")
@@ -409,3 +409,16 @@ class Run:
         if before_start(self, folder if run_dir is not None else None):
             return result_of_complete(folder)
         return run_here(self, folder, name)
+
+
+def result_of(run_dir: Path) -> RunResult:
+    """The result of a run, read from its run directory."""
+    summary = json.loads((run_dir / SUMMARY).read_text())
+    return RunResult(run_dir, run_dir / MODEL, summary["metrics"])
+
+
+def result_of_complete(run_dir: Path) -> RunResult:
+    """The result of a run that was complete before it started again; people are told so."""
+    result = result_of(run_dir)
+    print(f"already complete: {finished_steps(run_dir)} steps are done; the policy is in {result.model}", flush=True)
+    return result

@@ -26,7 +26,7 @@ from rlmesh.errors import (
     WeightSyncError,
 )
 from rlmesh.rl.algorithms.protocol import Evaluated, TokenWeights
-from rlmesh.rl.checkpoints.resuming import SUMMARY, TrainerCheckpoints, finished_steps
+from rlmesh.rl.checkpoints.resuming import TrainerCheckpoints
 from rlmesh.rl.checkpoints.state import seed_generators
 from rlmesh.rl.data.dataset import Prompt
 from rlmesh.rl.data.loader import PromptLoader
@@ -45,26 +45,25 @@ from rlmesh.rl.rollout.run_sampling import RunSampling, role_engines
 from rlmesh.rl.samples.writer import SampleWriter
 from rlmesh.rl.trainers.batches import (
     advantages_of,
+    evaluated_of,
     joined,
     lengths_of,
     matrix_of,
     packs_of,
     shares_of,
     value_metrics,
-    values_of,
 )
+from rlmesh.rl.trainers.progress import MODEL, SUMMARY, finished_steps, trained_role_restarted
+from rlmesh.rl.trainers.run import result_of_complete
 from rlmesh.rl.types import Episode, Group, Outcome, Score
 
 if TYPE_CHECKING:
-    from rlmesh.rl.trainers.run import Run, RunResult
+    from rlmesh.rl.trainers.run import Run
 
-__all__ = ["Trainer", "result_of"]
+__all__ = ["Trainer"]
 
 PUSHES = 5
-RESTART_NEWS_S = 2.0
-"""Seconds that a failed call waits for the news that a restart was its cause."""
 UNCORRECTED = "samples of older weights are trained on as they are; set algorithm.correction=token to weigh them"
-MODEL = "model"
 
 
 class Trainer:
@@ -141,7 +140,7 @@ class Trainer:
                     self.begin()
                     ready = True
             except (CallError, WeightSyncError) as error:
-                if not isinstance(error, SourceRestarted) and not _trained_role_restarted():
+                if not isinstance(error, SourceRestarted) and not trained_role_restarted():
                     raise
                 ready = False
 
@@ -238,8 +237,7 @@ class Trainer:
             )
             for name, role, section in self.trained()
         }
-        tokens = Tokens.of(episodes)
-        mask = torch.from_numpy(tokens.mask)
+        mask = torch.from_numpy(Tokens.of(episodes).mask)
         totals = [self.rewards.total(episode) for episode in episodes]
         greedy = self.greedy_outcomes(groups) if "greedy" in self.algorithm.needs else None
         calls: dict[str, tuple[Packs, Any]] = {}
@@ -265,23 +263,7 @@ class Trainer:
             column: matrix_of(mask, own, [one for rows in call.result() for one in rows])
             for column, (own, call) in calls.items()
         }
-        return packs, Evaluated(
-            mask=mask,
-            groups=torch.tensor(numbers),
-            rewards=values_of(totals),
-            valid=torch.tensor(
-                [
-                    isinstance(one, Score) and (greedy is None or isinstance(greedy[number], Score))
-                    for one, number in zip(totals, numbers, strict=True)
-                ]
-            ),
-            log_probs=found.pop("log_probs", None),
-            sampled_log_probs=torch.from_numpy(tokens.sampled_log_probs),
-            greedy_rewards=None if greedy is None else values_of([greedy[number] for number in numbers]),
-            cut_off=torch.tensor([episode.finish_reason in ("length", "time") for episode in episodes]),
-            current=torch.tensor([episode.versions <= {self.version} for episode in episodes]),
-            **found,
-        )
+        return packs, evaluated_of(episodes, numbers, totals, greedy, found, self.version)
 
     def greedy_outcomes(self, groups: Sequence[Group]) -> list[Outcome]:
         """The reward of a greedy response to each group's prompt."""
@@ -517,28 +499,3 @@ class Trainer:
         """The text of tokens, for people who read samples."""
         text: str = self.tokenizer.decode(ids, skip_special_tokens=False)
         return text
-
-
-def _trained_role_restarted() -> bool:
-    """True if the actor or the critic restarted, so that a failed call was due to that. The news may come after the
-    error."""
-    deadline = time.monotonic() + RESTART_NEWS_S
-    while (left_s := deadline - time.monotonic()) > 0:
-        if any(event.role in ("ACTOR", "CRITIC") for event in current_worker().events(left_s)):
-            return True
-    return False
-
-
-def result_of(run_dir: Path) -> RunResult:
-    """The result of a run, read from its run directory."""
-    from rlmesh.rl.trainers.run import RunResult
-
-    summary = json.loads((run_dir / SUMMARY).read_text())
-    return RunResult(run_dir, run_dir / MODEL, summary["metrics"])
-
-
-def result_of_complete(run_dir: Path) -> RunResult:
-    """The result of a run that was complete before it started again; people are told so."""
-    result = result_of(run_dir)
-    print(f"already complete: {finished_steps(run_dir)} steps are done; the policy is in {result.model}", flush=True)
-    return result

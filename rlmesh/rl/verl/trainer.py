@@ -13,8 +13,8 @@ from rlmesh.errors import UsageError
 from rlmesh.rl.algorithms.protocol import Algorithm
 from rlmesh.rl.rewards.model import RewardModel
 from rlmesh.rl.rewards.scoring import Rewards
-from rlmesh.rl.trainers.run import Run
-from rlmesh.rl.trainers.trainer import Trainer, result_of
+from rlmesh.rl.trainers.run import Run, result_of
+from rlmesh.rl.trainers.trainer import Trainer
 from rlmesh.rl.verl.config import MEGATRON, read, run_settings_of
 from rlmesh.rl.verl.role import Role
 from rlmesh.rl.verl.workers import ActorRolloutRefWorker, NVMegatronRayWorkerGroup, RayWorkerGroup
