@@ -37,6 +37,9 @@ ROWS = {
     "ppo_zoo": EnvRow("PPO to 475, SB3 zoo's settings", "seconds", "s", "lower", ("sb3",), "< 1 x"),
     "ppo_rllib": EnvRow("PPO to 475, RLlib's settings", "seconds", "s", "lower", ("rllib",), "<= 1/2 x"),
     "ppo_own": EnvRow("PPO to 475, own settings", "seconds", "s", "lower", (), "<= 2/3 of the fastest"),
+    "dqn": EnvRow("DQN, CartPole to 195", "steps", "steps", "lower", ("sb3",), "<= 1.1 x"),
+    "sac": EnvRow("SAC, Pendulum to -250", "steps", "steps", "lower", ("sb3",), "<= 1.1 x"),
+    "td3": EnvRow("TD3, Pendulum to -250", "steps", "steps", "lower", ("sb3",), "<= 1.1 x"),
     "replay": EnvRow("prioritised replay, 256 a round", "rounds_per_s", "rounds/s", "higher", ("rllib",), ">= 20 x"),
     "first_1": EnvRow("first result, one process", "seconds", "s", "lower", ("sb3", "rllib"), "<= 2 s"),
     "first_2": EnvRow("first result, 2 runners", "seconds", "s", "lower", ("rllib",), "<= 4 s"),
@@ -100,7 +103,7 @@ def table(results: dict[str, dict[str, list[dict[str, Any]]]]) -> str:
             span = f"{min(values):,.1f} … {max(values):,.1f}"
             ratio = f"{medians['rlmesh'] / medians[library]:.2f}" if "rlmesh" in medians and library != "rlmesh" else ""
             missed = sum(not each.get("reached", True) for each in found)
-            note = f"  ({missed} of {len(found)} did not reach 475)" if missed else ""
+            note = f"  ({missed} of {len(found)} did not get there)" if missed else ""
             lines.append(
                 f"{row.title:<34}{library:<9}{medians[library]:>11,.1f} {row.unit:<9}{span:>22}  {ratio:>11}  "
                 f"{row.goal if library == 'rlmesh' else ''}{note}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import time
+from functools import partial
 from typing import Any
 
 STEPS = 40_000
@@ -61,6 +62,38 @@ def ppo(settings: str, seed: int) -> dict[str, Any]:
                 return {"seconds": seconds, "steps": steps, "reached": bool(mean >= 475)}
 
 
+def off_policy(name: str, seed: int) -> dict[str, Any]:
+    """Seconds and steps until the mean of the last episodes is good, with the settings of envs_sb3.py."""
+    from rlmesh.envs import get_algorithm_class
+
+    config: Any = get_algorithm_class(name).get_default_config().debugging(seed=seed)
+    uniform = {"type": "ReplayBuffer", "capacity": 100_000}
+    if name == "DQN":
+        goal, episodes = 195.0, 20
+        config.environment("CartPole-v1").env_runners(rollout_fragment_length=256).training(
+            lr=2.3e-3, train_batch_size=64, training_intensity=32, double_q=False, dueling=False, n_step=1,
+            epsilon=[[0, 1.0], [8000, 0.04]], target_network_update_freq=128, grad_clip=10.0,
+            num_steps_sampled_before_learning_starts=1000, replay_buffer_config=uniform,
+        )  # fmt: skip
+    else:
+        goal, episodes = -250.0, 10
+        config.environment("Pendulum-v1").training(
+            lr=1e-3, train_batch_size=256, num_steps_sampled_before_learning_starts=500, replay_buffer_config=uniform
+        )
+        if name == "TD3":
+            config.training(exploration_noise=0.1)
+    config.rl_module(model_config={"fcnet_hiddens": (64, 64), "fcnet_activation": "relu"})
+    config.reporting(min_env_steps_per_iteration=256, metrics_num_episodes_for_smoothing=episodes)
+    began = time.perf_counter()
+    with config.build() as algorithm:
+        while True:
+            result = algorithm.train()
+            steps, mean = result["num_env_steps_sampled_lifetime"], result["episode_reward_mean"]
+            enough = result["env_runners"]["num_episodes_lifetime"] >= episodes
+            if (enough and mean >= goal) or steps >= 50_000:
+                return {"seconds": time.perf_counter() - began, "steps": steps, "reached": bool(mean >= goal)}
+
+
 def first_result(runners: int, seed: int) -> dict[str, Any]:
     """Seconds from the configuration to the first result, after the import of torch."""
     import torch
@@ -110,6 +143,7 @@ def measure(what: str, seed: int) -> dict[str, Any]:
         "ppo_own": lambda: ppo("own", seed),
         "first_1": lambda: first_result(0, seed), "first_2": lambda: first_result(2, seed),
         "replay": lambda: replay(seed),
+        **{name.lower(): partial(off_policy, name, seed) for name in ("DQN", "SAC", "TD3")},
     }[what]()  # fmt: skip
 
 

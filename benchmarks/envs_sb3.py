@@ -59,6 +59,44 @@ def ppo(seed: int) -> dict[str, Any]:
     return {"seconds": time.perf_counter() - began, "steps": model.num_timesteps, "reached": stop.reached}
 
 
+def off_policy(name: str, seed: int) -> dict[str, Any]:
+    """Seconds and steps until the mean of the last episodes is good; looks every 256 steps."""
+    import numpy as np
+    import stable_baselines3
+    from stable_baselines3.common.callbacks import BaseCallback
+    from stable_baselines3.common.env_util import make_vec_env
+    from stable_baselines3.common.noise import NormalActionNoise
+
+    goal, episodes = (195.0, 20) if name == "DQN" else (-250.0, 10)
+
+    class Stop(BaseCallback):
+        reached = False
+
+        def _on_step(self) -> bool:
+            last = list(self.model.ep_info_buffer)[-episodes:]
+            if self.num_timesteps % 256 == 0 and len(last) == episodes:
+                self.reached = sum(each["r"] for each in last) / episodes >= goal
+            return not self.reached
+
+    settings: dict[str, Any] = {"buffer_size": 100_000, "policy_kwargs": {"net_arch": [64, 64]}, "device": "cpu"}
+    if name == "DQN":
+        settings |= {
+            "learning_rate": 2.3e-3, "batch_size": 64, "learning_starts": 1000, "train_freq": 256,
+            "gradient_steps": 128, "target_update_interval": 10, "exploration_fraction": 8000 / 50_000,
+            "exploration_final_eps": 0.04,
+        }  # fmt: skip
+    else:
+        settings |= {"learning_rate": 1e-3, "batch_size": 256, "learning_starts": 500, "train_freq": 1}
+        if name == "TD3":
+            settings["action_noise"] = NormalActionNoise(np.zeros(1), 0.1 * np.ones(1))
+    env = make_vec_env("CartPole-v1" if name == "DQN" else "Pendulum-v1", 1, seed=seed)
+    began = time.perf_counter()
+    model = getattr(stable_baselines3, name)("MlpPolicy", env, seed=seed, **settings)
+    stop = Stop()
+    model.learn(50_000, callback=stop)
+    return {"seconds": time.perf_counter() - began, "steps": model.num_timesteps, "reached": stop.reached}
+
+
 def first_result(seed: int) -> dict[str, Any]:
     """Seconds from the model to the end of the first update, after the import of torch."""
     import torch
@@ -73,6 +111,8 @@ def first_result(seed: int) -> dict[str, Any]:
 
 
 def measure(what: str, seed: int) -> dict[str, Any]:
+    if what in ("dqn", "sac", "td3"):
+        return off_policy(what.upper(), seed)
     if what not in ("sampling_16", "ppo_zoo", "first_1"):
         return {}
     return {"sampling_16": sampling, "ppo_zoo": ppo, "first_1": first_result}[what](seed)

@@ -10,7 +10,17 @@ import numpy as np
 import pytest
 import torch
 
-from rlmesh.envs import PPO, A2CConfig, Algorithm, AlgorithmConfig, PGConfig, PPOConfig, ResultDict
+from rlmesh.envs import (
+    PPO,
+    A2CConfig,
+    Algorithm,
+    AlgorithmConfig,
+    Learner,
+    PGConfig,
+    PPOConfig,
+    ResultDict,
+    SampleBatch,
+)
 from rlmesh.errors import UsageError
 
 from .environments import Copy, Count, Frames, Target
@@ -111,6 +121,28 @@ def test_a_loss_that_is_no_number_leaves_the_weights_as_they_were() -> None:
         assert np.array_equal(weights_of(algorithm), before)
         algorithm.train()
         assert np.isfinite(weights_of(algorithm)).all()
+
+
+@pytest.mark.parametrize("rows", [1, 5, 64, 65, 127])
+def test_each_row_is_used_once_per_epoch_in_minibatches_of_like_sizes(rows: int) -> None:
+    class Counting(Learner):
+        wants = ("obs",)
+
+        def loss(self, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+            seen.append(batch["obs"][:, 0].tolist())
+            loss = self.module.compute_values(batch).mean()
+            return loss, {"mean": loss.detach()}
+
+    seen: list[list[float]] = []
+    with small().build() as algorithm:
+        learner = Counting(algorithm.get_module(), {"minibatch_size": 32, "num_epochs": 3, "seed": 0})
+        learner.update(SampleBatch(obs=np.repeat(np.arange(rows, dtype=np.float32)[:, None], 4, 1)))
+    sizes = [len(part) for part in seen]
+    assert max(sizes) <= 32
+    assert max(sizes) - min(sizes) <= 1
+    for epoch in range(3):
+        parts = seen[epoch * len(seen) // 3 : (epoch + 1) * len(seen) // 3]
+        assert sorted(row for part in parts for row in part) == list(range(rows))
 
 
 def test_a_batch_without_the_columns_of_the_loss_is_refused() -> None:

@@ -372,10 +372,7 @@ def _children_s() -> float:
     ("words", "said"),
     [
         ([], "give a CONFIG"),
-        (
-            ["--run", "PPO", "--env", "CartPole-v1", "--config", "{}"],
-            "--run, --env, --config: training in environments",
-        ),
+        (["--env", "CartPole-v1"], "--env: for agents in environments; name an algorithm by --run"),
         (["x.json", "--memory", "3"], "--memory is for --fit"),
     ],
 )

@@ -41,6 +41,35 @@ def test_the_basic_algorithm(capsys: pytest.CaptureFixture[str]) -> None:
     algo.stop()
 
 
+def test_the_algorithm_by_tune(monkeypatch: pytest.MonkeyPatch) -> None:
+    from rlmesh import tune
+
+    # Configure.
+    from rlmesh.envs import PPO, PPOConfig
+
+    config = PPOConfig().environment(env="CartPole-v1").training(train_batch_size=4000)
+    trains = PPO.train
+
+    def interrupted(self: PPO) -> ResultDict:
+        if self.iteration == 1:
+            raise KeyboardInterrupt  # the user's Ctrl-C: nothing else ends a trial without stop
+        return trains(self)
+
+    monkeypatch.setattr(PPO, "train", interrupted)
+
+    # Train via Tune.
+    trial = tune.run("PPO", config=config)
+    assert (trial.interrupted, trial.last_result["timesteps_total"]) == (True, 4000)
+
+
+def test_the_command_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    from rlmesh.cli.main import main
+
+    command = 'train --run=PPO --env=CartPole-v1 --config={"train_batch_size":4000}'  # without the shell's quotes
+    assert main([*command.split(), '--stop={"training_iteration": 1}']) == 0
+    assert capsys.readouterr().out.startswith("PPO 1: 4000 steps")
+
+
 class CustomPolicy(Policy):
     """A linear policy that learns by REINFORCE, in NumPy; the document leaves it to the reader."""
 

@@ -1,8 +1,9 @@
-"""``rlmesh train CONFIG``: trains a language model as a file of settings says."""
+"""``rlmesh train CONFIG`` trains a language model, ``rlmesh train --run PPO --env ID`` an agent in an environment."""
 
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -13,16 +14,21 @@ from rlmesh.driver.failure_report import failure_lines
 from rlmesh.errors import JobFailed, JobStopped, UsageError
 from rlmesh.observe.views.safe_text import shown
 
-DESCRIPTION = """Train a language model. CONFIG is a YAML or JSON file with the settings of a Run, or a Python file that
-defines run = Run(...). All faults of the settings are printed together, before any process starts. Exit code 0: the
-model is trained; 1: the job failed, or with --fit does not fit; 2: something is wrong with the settings."""
+INTERRUPTED = 130
+"""Exit code after Ctrl-C, as shells have it."""
+DESCRIPTION = """Train a language model, or with --run an agent in an environment. CONFIG is a YAML or JSON file with
+the settings of a Run, or a Python file that defines run = Run(...). All faults of the settings are printed together,
+before any process starts. Exit code 0: the model is trained; 1: the job failed, or with --fit does not fit; 2:
+something is wrong with the settings; 130: Ctrl-C ended the training of an agent."""
 
 
 def add_to(commands: Any) -> None:
     """Add the command to ``rlmesh``'s subparsers."""
     parser = commands.add_parser(
-        "train", help="train a language model", description=DESCRIPTION, allow_abbrev=False,
-        usage="rlmesh train CONFIG [--set KEY=VALUE ...] [--check | --fit] [options]",
+        "train", help="train a language model, or an agent in an environment", description=DESCRIPTION,
+        allow_abbrev=False,
+        usage="rlmesh train CONFIG [--set KEY=VALUE ...] [--check | --fit] [options]\n"
+        "       rlmesh train --run NAME --env ID [options]",
     )  # fmt: skip
     parser.add_argument("settings", metavar="CONFIG", nargs="?", type=Path, help="a YAML, JSON or Python file")
     parser.add_argument(
@@ -38,10 +44,14 @@ def add_to(commands: Any) -> None:
         help="predict the memory of each role, and the largest token budget that fits; start nothing",
     )  # fmt: skip
     parser.add_argument("--memory", metavar="GIB", type=float, help="with --fit: memory of a device, if it is not here")
-    later = parser.add_argument_group("environments (not there yet)")
-    later.add_argument("--run", dest="algorithm", metavar="NAME", help="an algorithm such as PPO")
-    later.add_argument("--env", dest="environment", metavar="ID", help="an environment such as CartPole-v1")
-    later.add_argument("--config", dest="algorithm_config", metavar="JSON", help="settings of the algorithm")
+    environments = parser.add_argument_group("environments, in place of CONFIG")
+    environments.add_argument("--run", dest="algorithm", metavar="NAME", help="an algorithm such as PPO")
+    environments.add_argument("--env", dest="environment", metavar="ID", help="an environment such as CartPole-v1")
+    environments.add_argument("--config", dest="algorithm_config", metavar="JSON", help="settings of the algorithm")
+    environments.add_argument(
+        "--stop", dest="stop_at", metavar="JSON",
+        help='metrics that end the training: \'{"training_iteration": 10}\' (default: until Ctrl-C)',
+    )  # fmt: skip
     parser.set_defaults(run=as_command("train", run))
 
 
@@ -56,12 +66,11 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _run(options: argparse.Namespace) -> int:
-    later = {"--run": options.algorithm, "--env": options.environment, "--config": options.algorithm_config}
-    if given := [flag for flag, value in later.items() if value]:
-        raise UsageError(
-            f"{', '.join(given)}: training in environments is not there yet. There is rlmesh train CONFIG, which "
-            "trains a language model from a YAML, JSON or Python file"
-        )
+    if options.algorithm:
+        return _train_agent(options)
+    only = {"--env": options.environment, "--config": options.algorithm_config, "--stop": options.stop_at}
+    if given := [flag for flag, value in only.items() if value]:
+        raise UsageError(f"{', '.join(given)}: for agents in environments; name an algorithm by --run")
     if options.settings is None:
         raise UsageError("give a CONFIG: a YAML, JSON or Python file; rlmesh train --help")
     if options.memory is not None and not options.fit:
@@ -95,6 +104,37 @@ def _run(options: argparse.Namespace) -> int:
         _say(f"{name} = {value:g}")
     _say(f"model: {result.model}")
     return 0
+
+
+def _train_agent(options: argparse.Namespace) -> int:
+    """Train an agent in an environment, until a criterion or Ctrl-C ends it."""
+    language = {"CONFIG": options.settings, "--set": options.changes, "--name": options.name, "--check": options.check,
+                "--fit": options.fit, "--memory": options.memory}  # fmt: skip
+    if given := [flag for flag, value in language.items() if value]:
+        raise UsageError(f"{', '.join(given)}: for language models; not together with --run")
+    try:
+        import gymnasium as gymnasium
+
+        from rlmesh.tune import run as run_trial
+    except ImportError as error:
+        raise UsageError(f"{error}; pip install 'rlmesh[envs]'") from error
+
+    settings = {**_json_object("--config", options.algorithm_config)}
+    if options.environment:
+        settings["env"] = options.environment
+    stop = _json_object("--stop", options.stop_at) or None
+    trial = run_trial(options.algorithm, config=settings, stop=stop, storage_path=options.run_dir)
+    return INTERRUPTED if trial.interrupted else 0
+
+
+def _json_object(flag: str, text: str | None) -> dict[str, Any]:
+    try:
+        value = json.loads(text or "{}")
+    except ValueError as error:
+        raise UsageError(f"{flag} {text}: not JSON ({error})") from None
+    if not isinstance(value, dict):
+        raise UsageError(f"{flag} {text}: a JSON object, such as '{{\"train_batch_size\": 4000}}'")
+    return value
 
 
 def _say(text: str, *, err: bool = False) -> None:

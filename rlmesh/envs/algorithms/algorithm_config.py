@@ -54,7 +54,8 @@ class AlgorithmConfig:
 
         Args:
             env: see above.
-            settings: ``env_config`` (passed to the creator), ``disable_env_checking``.
+            settings: ``env_config`` (passed to the creator), ``disable_env_checking`` (False: `build` refuses an
+                environment in which `rlmesh.envs.checks.check_env` finds a fault).
         """
         if env is not None:
             settings["env"] = env
@@ -136,9 +137,19 @@ class AlgorithmConfig:
         if env is not None:
             self.environment(env)
         self.validate()
+        if not self._values["disable_env_checking"]:
+            self._check_environment()
         return self.algorithm_class(self.copy(copy_frozen=True))
 
     build_algo = build
+
+    def _check_environment(self) -> None:
+        """Raise `UsageError` with what `check_env` finds; it plays some episodes in a process of its own."""
+        from rlmesh.envs.checks import check_env
+
+        report = check_env(self._values["env"], config=self._values["env_config"])
+        if not report.passed:
+            raise UsageError("environment(disable_env_checking=False):\n" + "\n".join(report.lines()))
 
     @property
     def algorithm_class(self) -> type[Algorithm]:

@@ -86,8 +86,13 @@ class WatchedEnv:
             frames = traceback.extract_tb(error.__traceback__)
             outside = [frame for frame in frames if Path(frame.filename).parent != Path(__file__).parent]
             place = f" at {outside[-1].filename}:{outside[-1].lineno}" if outside else ""
+            advice = (
+                "Where an episode cannot go on, end it with truncated=True instead"
+                if self.t
+                else "Repair what keeps the environment from being made or reset"
+            )
             self.findings.add(
                 "exception", label, f"{type(error).__name__}: {short(str(error))}{place}",
-                "Repair the call, or end the episode with truncated=True", kind=f"{type(error).__name__}{place}",
+                advice, kind=f"{type(error).__name__}{place}",
             )  # fmt: skip
             raise CheckStopped from error

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from difflib import get_close_matches
 from functools import partial
 from importlib import import_module
 from typing import Any
 
+from rlmesh.envs.environments.registry import EnvContext, did_you_mean
 from rlmesh.errors import UsageError
 
-__all__ = ["creator_of"]
+__all__ = ["called", "creator_of"]
 
 
 def creator_of(name: str, config: Mapping[str, Any] | None = None, num_envs: int = 0) -> Callable[[], Any]:
@@ -20,7 +20,7 @@ def creator_of(name: str, config: Mapping[str, Any] | None = None, num_envs: int
     Args:
         name: a name that is registered with Gymnasium, also as ``module:Name-v0``, or ``module:creator``: a function or
             class of a module that can be imported.
-        config: keyword arguments for a registered environment; the one argument of a creator.
+        config: keyword arguments for a registered environment; the `EnvContext` of a creator.
         num_envs: makes a vector environment of so many, where the name is a registered one.
 
     Raises:
@@ -39,22 +39,25 @@ def creator_of(name: str, config: Mapping[str, Any] | None = None, num_envs: int
                 f"`import {module}` works"
             ) from error
         if (creator := getattr(found, attribute, None)) is not None:
-            return _called(name, creator, config)
+            return called(name, creator, config)
     if (attribute or name) not in gymnasium.registry:
-        known = {known.lower(): known for known in gymnasium.registry}
-        near = get_close_matches((attribute or name).lower(), list(known), 1)
-        hint = f"did you mean {known[near[0]]!r}?" if near else "it is not registered with Gymnasium"
+        hint = did_you_mean(attribute or name, gymnasium.registry, listed=False)
         places = f"{module} has no {attribute!r}, and " if colon else ""
         raise UsageError(
-            f"environment {name!r}: {places}there is no registered environment of this name; {hint} An environment of "
-            "your own is named module:creator"
+            f"environment {name!r}: {places}Gymnasium has no environment of this name.{hint} An environment of your "
+            "own is named module:creator"
         )
     if num_envs:
         return partial(gymnasium.make_vec, attribute or name, num_envs=num_envs, **config)
     return partial(gymnasium.make, attribute or name, disable_env_checker=True, **config)
 
 
-def _called(name: str, creator: Any, config: dict[str, Any]) -> Callable[[], Any]:
+def called(name: str, creator: Any, config: Mapping[str, Any]) -> Callable[[], Any]:
+    """A creator or class, with the `EnvContext` that a runner would give it, if it takes an argument.
+
+    Raises:
+        UsageError: the value cannot be called, or not with one argument.
+    """
     if not callable(creator):
         raise UsageError(f"environment {name!r}: a {type(creator).__name__} is not a function or class that makes one")
     try:
@@ -68,6 +71,4 @@ def _called(name: str, creator: Any, config: dict[str, Any]) -> Callable[[], Any
             f"environment {name!r}: the creator needs {len(needed)} arguments, {', '.join(n.name for n in needed)}; "
             "it may need one, the configuration"
         )
-    if needed or config:
-        return partial(creator, config)
-    return partial(creator)
+    return partial(creator, EnvContext(config)) if needed or config else partial(creator)

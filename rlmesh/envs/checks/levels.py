@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import gymnasium
+
 __all__ = ["watch_levels"]
 
 
@@ -20,22 +22,22 @@ class WatchedLevel:
         self._step, self._reset = env.step, env.reset
         env.step, env.reset = self.step, self.reset
 
-    def step(self, action: Any) -> Any:
+    def step(self, *args: Any, **options: Any) -> Any:
         if self.ended and not self.is_outermost:
             self._found("after-the-end", self.name)
         outer, self.stepping = self.stepping, True
         try:
-            result = self._step(action)
+            result = self._step(*args, **options)
         finally:
             self.stepping = outer
         if isinstance(result, tuple) and len(result) == 5:
             self.ended = _true(result[2]) or _true(result[3])
         return result
 
-    def reset(self, **options: Any) -> Any:
+    def reset(self, *args: Any, **options: Any) -> Any:
         if self.outermost.stepping:
             self._found("double-reset", self.name)
-        result = self._reset(**options)
+        result = self._reset(*args, **options)
         self.ended = False
         return result
 
@@ -54,7 +56,12 @@ def watch_levels(env: Any, found: Callable[[str, str], None]) -> None:
     whether the episode has ended.
     """
     outermost: WatchedLevel | None = None
-    while env is not None:
-        level = WatchedLevel(env, outermost, found)
+    while True:
+        try:
+            level = WatchedLevel(env, outermost, found)
+        except AttributeError:
+            return  # An object that takes no attributes cannot be watched.
         outermost = outermost or level
-        env = vars(env).get("env")
+        if not isinstance(env, gymnasium.Wrapper):
+            return
+        env = env.env

@@ -16,11 +16,13 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import IO, Any
 
+from rlmesh.envs.checks.creation import called
 from rlmesh.envs.checks.episodes import CheckPlan
 from rlmesh.envs.checks.findings import EnvFinding, EnvReport, FindingList, findings_of
 from rlmesh.envs.checks.recordings import TracedStep
 from rlmesh.envs.checks.repeats import report_difference
 from rlmesh.envs.checks.subject import GROUPS
+from rlmesh.envs.environments.registry import registered_creator
 from rlmesh.errors import UsageError
 
 __all__ = ["CheckDeadlines", "check_env"]
@@ -58,7 +60,7 @@ class Course:
 
 
 def check_env(
-    env: str | Callable[[], Any],
+    env: str | Callable[..., Any],
     *,
     config: Mapping[str, Any] | None = None,
     num_envs: int = 0,
@@ -71,7 +73,7 @@ def check_env(
     reported with the line where it hangs.
 
     Args:
-        env: a registered name, ``module:creator``, or a function without arguments that makes the environment.
+        env: a name of Gymnasium or of `register_env`, ``module:creator``, or a creator.
         config: configuration for an environment given by name.
         num_envs: makes a registered vector environment of so many.
         plan: seed and numbers of steps.
@@ -81,7 +83,9 @@ def check_env(
         UsageError: there is no environment of this name.
     """
     plan, deadlines = plan or CheckPlan(), deadlines or CheckDeadlines()
-    name, pickled = (env, None) if isinstance(env, str) else (_name_of(env), _pickled(env))
+    name = env if isinstance(env, str) else _name_of(env)
+    creator = registered_creator(env) if isinstance(env, str) else env
+    pickled = None if creator is None else _pickled(called(name, creator, config or {}))
     job = {"name": name, "pickled": pickled, "config": dict(config or {}), "num_envs": num_envs, "plan": asdict(plan)}
     course = Course(left=list(GROUPS))
     while course.left and course.stops < STOPS:
@@ -114,8 +118,6 @@ def _name_of(env: Any) -> str:
 def _pickled(env: Any) -> str:
     import cloudpickle
 
-    if not callable(env):
-        raise UsageError(f"check_env takes a name or a function that makes the environment, not a {type(env).__name__}")
     return base64.b64encode(cloudpickle.dumps(env)).decode()
 
 

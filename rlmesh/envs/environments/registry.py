@@ -47,6 +47,11 @@ def register_env(name: str, creator: EnvCreator) -> None:
     _REGISTERED[name] = creator
 
 
+def registered_creator(name: str) -> EnvCreator | None:
+    """The creator that `register_env` was given in this process; None if there is none."""
+    return _REGISTERED.get(name)
+
+
 def unregister_env(name: str) -> None:
     """Forget a name of `register_env`; a name that is not there is no error."""
     _REGISTERED.pop(name, None)

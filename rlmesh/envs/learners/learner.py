@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from itertools import pairwise
 from typing import Any, ClassVar
 
 import numpy as np
@@ -77,6 +78,9 @@ class Learner:
     def update(self, batch: SampleBatch) -> dict[str, float]:
         """Update the module with ``num_epochs`` passes over a batch, in minibatches of random rows.
 
+        The minibatches of a pass have about the same size, ``minibatch_size`` at most, so that no last one has a row
+        or two, whose standardised advantages would be noise.
+
         Returns:
             Statistics of the last pass, and the learning rate.
 
@@ -86,31 +90,30 @@ class Learner:
         """
         tensors = self.tensors_of(batch)
         rows, config = len(batch), self.config
-        size = min(config["minibatch_size"] or rows, rows)
+        parts = -(-rows // (config["minibatch_size"] or rows))
+        bounds = [rows * i // parts for i in range(parts + 1)]
         lr = scheduled(config["lr"], self.steps)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         self.before_update()
         self.module.train()
         sums: dict[str, torch.Tensor] = {}
-        minibatches = 0
         with threads(self._threads), self._kept_if_it_fails():
             for epoch in range(config["num_epochs"]):
-                order = torch.randperm(rows, generator=self.generator) if size < rows else None
+                order = torch.randperm(rows, generator=self.generator) if parts > 1 else None
                 is_last = epoch == config["num_epochs"] - 1
-                for start in range(0, rows, size):
+                for start, end in pairwise(bounds):
                     part = tensors
                     if order is not None:
-                        index = order[start : start + size]
+                        index = order[start:end]
                         part = {name: tensor.index_select(0, index) for name, tensor in tensors.items()}
                     stats = self._step(part)
                     if is_last:
-                        minibatches += 1
                         for name, value in stats.items():
                             sums[name] = sums[name] + value if name in sums else value
             names = list(sums)
-            values = (torch.stack([sums[name].float() for name in names]) / minibatches).tolist()
-            if not all(map(np.isfinite, values)):
+            values = (torch.stack([sums[name].float() for name in names]) / parts).tolist()
+            if not (all(map(np.isfinite, values)) and all(bool(p.isfinite().all()) for p in self._parameters)):
                 raise FloatingPointError(f"the update gave {dict(zip(names, values, strict=True))}")
         self.steps += rows
         result = dict(zip(names, values, strict=True))

@@ -15,6 +15,7 @@ from rlmesh.envs.environments.gym_vector import GymVector
 from rlmesh.envs.environments.local_vector import LocalVector, env_seed
 from rlmesh.envs.environments.registry import EnvContext, EnvCreator, did_you_mean, env_creator_of
 from rlmesh.envs.modules.policy import Policy
+from rlmesh.envs.runners.buffers import ArrayPool
 from rlmesh.envs.runners.episode_stats import EpisodeStats
 from rlmesh.envs.runners.fragments import Fragment
 from rlmesh.errors import UsageError
@@ -87,7 +88,7 @@ class EnvRunner:
         self.policy = policy_class(self.observation_space, self._vector.action_space, config)
         self.weights_version = -1
         self._obs, self._raw = self._empty(self.num_envs), self._vector.rows.empty(self.num_envs)
-        self._stats = EpisodeStats()
+        self._stats, self._pool = EpisodeStats(), ArrayPool()
         self._must_reset, self._obs_known = True, False
         # 2 ** 22 runners, 2 ** 12 restarts, 2 ** 29 episodes: unique over all runners of a run.
         self._next_episode = (worker_index << 41) | ((start & 0xFFF) << 29)
@@ -139,7 +140,7 @@ class EnvRunner:
 
         Raises:
             UsageError: both arguments, or a number below 1.
-            FloatingPointError: an environment returned a reward or an observation that is NaN.
+            FloatingPointError: an environment returned a reward or an observation that is NaN or infinite.
         """
         if num_steps is not None and num_episodes is not None:
             raise UsageError("sample: give num_steps or num_episodes, not both")
@@ -301,7 +302,8 @@ class EnvRunner:
         if self._must_reset:
             self._begin_all()
         n = self.num_envs
-        obs, after, connectors = self._empty(n, steps), self._empty(n), self.connectors
+        after, connectors = self._empty(n), self.connectors
+        obs = self._pool.empty((n, steps, *after.shape[1:]), after.dtype)
         raw = self._raw if connectors else None
         rewards, valid = np.zeros((n, steps), np.float32), np.ones((n, steps), bool)
         terminateds, truncateds = np.zeros((n, steps), bool), np.zeros((n, steps), bool)
@@ -348,14 +350,14 @@ class EnvRunner:
         return Fragment(n, steps, given, valid, after, ended)
 
     def _require_numbers(self, rewards: np.ndarray, obs: np.ndarray) -> None:
-        """Refuse NaN, which would spread to all weights."""
+        """Refuse NaN and infinity, which would spread to all weights."""
         for name, array in (("a reward", rewards), ("an observation", obs)):
-            if array.dtype.kind == "f" and np.isnan(array).any():
-                i, time = np.argwhere(np.isnan(array))[0][:2]
+            if array.dtype.kind == "f" and not np.isfinite(array).all():
+                i, time = np.argwhere(~np.isfinite(array))[0][:2]
                 self._must_reset, self._obs_known = True, False
                 raise FloatingPointError(
-                    f"environment {i} of runner {self.worker_index} returned {name} that is NaN, in step {time} of the "
-                    "fragment"
+                    f"environment {i} of runner {self.worker_index} returned {name} that is NaN or infinite, in step "
+                    f"{time} of the fragment"
                 )
 
     def _finish(self, fragment: Fragment) -> SampleBatch:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import re
 from typing import Any
 
-import gymnasium
 import pytest
 
 from rlmesh.cli.main import main
+from rlmesh.envs import PPOConfig
 from rlmesh.envs.checks import CheckDeadlines, CheckPlan, check_env
+from rlmesh.envs.environments.registry import register_env, unregister_env
 from rlmesh.errors import UsageError
 from tests.envs.checks import broken
 
@@ -93,11 +94,11 @@ SOUND: list[tuple[Any, dict[str, Any]]] = [
     (f"{MODULE}:poles", {"config": {"mode": "NextStep"}}),
     (f"{MODULE}:poles", {"config": {"mode": "SameStep"}}),
     (f"{MODULE}:poles", {"config": {"mode": "Disabled"}}),
-    (lambda: gymnasium.make("CartPole-v1"), {}),
+    (broken.Nested, {}),
 ]
 
 
-@pytest.mark.parametrize(("env", "options"), SOUND, ids=str)
+@pytest.mark.parametrize(("env", "options"), SOUND, ids=[str(number) for number in range(len(SOUND))])
 def test_a_sound_environment_passes(env: Any, options: dict[str, Any]) -> None:
     assert check_env(env, plan=CheckPlan(steps=60), **options).findings == ()
 
@@ -114,7 +115,7 @@ def test_the_command_prints_findings_and_sets_the_exit_code(capfd: pytest.Captur
 @pytest.mark.parametrize(
     ("words", "text"),
     [
-        (["CartPol-v1"], "did you mean 'CartPole-v1'?"),
+        (["CartPol-v1"], "Did you mean 'CartPole-v1'?"),
         (["tests.nothing:make"], "the module 'tests.nothing' cannot be imported"),
         ([f"{MODULE}:Wlk"], f"{MODULE} has no 'Wlk'"),
         ([f"{MODULE}:no_environment"], "the creator needs 2 arguments, one, two"),
@@ -130,8 +131,23 @@ def test_wrong_use_is_told_the_right_one(words: list[str], text: str, capfd: pyt
 
 
 def test_something_that_is_no_creator_is_refused() -> None:
-    with pytest.raises(UsageError, match="takes a name or a function"):
+    with pytest.raises(UsageError, match="a int is not a function or class"):
         check_env(3)  # type: ignore[arg-type]
+
+
+def test_names_of_register_env_and_creators_with_a_context_are_checked() -> None:
+    register_env("checked-walk", lambda context: broken.configured({"limit": context["limit"]}))
+    try:
+        assert check_env("checked-walk", config={"limit": 3}, plan=CheckPlan(steps=30)).findings == ()
+        assert [found.check for found in check_env("checked-walk", plan=CheckPlan(steps=30)).findings] == ["exception"]
+    finally:
+        unregister_env("checked-walk")
+
+
+def test_build_refuses_a_faulty_environment_if_it_is_to_be_checked() -> None:
+    config = PPOConfig().environment(broken.NoReward, disable_env_checking=False)
+    with pytest.raises(UsageError, match=r"NoReward: reward: episode 0, step 1: the reward is None"):
+        config.build()
 
 
 def test_the_planted_environments_differ_from_the_sound_one_by_their_fault() -> None:

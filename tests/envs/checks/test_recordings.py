@@ -59,5 +59,5 @@ def test_a_registered_environment_gets_its_configuration() -> None:
     env = creator_of("CartPole-v1", {"max_episode_steps": 3})()
     assert env.spec.max_episode_steps == 3
     env.close()
-    with pytest.raises(UsageError, match="did you mean 'Pendulum-v1'"):
+    with pytest.raises(UsageError, match="Did you mean 'Pendulum-v1'"):
         creator_of("Pendulun-v1")
