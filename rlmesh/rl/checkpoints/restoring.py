@@ -81,6 +81,9 @@ def _folder_of(path: Path) -> Path:
 
 def restore_faults(run: Resumable) -> Iterator[str]:
     """One sentence per fault of ``restore`` and ``restore_parts``."""
+    if isinstance(run.restore_parts, str) or not run.restore_parts:
+        yield f"restore_parts={run.restore_parts!r} must be a list of some of {', '.join(PARTS)}"
+        return
     unknown = [part for part in run.restore_parts if part not in PARTS]
     for part in unknown:
         near = get_close_matches(str(part), PARTS, 1)
