@@ -21,8 +21,8 @@ __all__ = ["SampleWriter"]
 
 logger = logging.getLogger(__name__)
 
-WAITING = 4
-"""Steps whose samples wait for the disk. When another one comes, the oldest is dropped and counted."""
+MOST_TOKENS = 16_000_000
+"""Tokens of the samples that wait for the disk. When more come, the oldest step is dropped and counted."""
 CLOSE_S = 60.0
 NAN = float("nan")
 
@@ -79,7 +79,7 @@ class SampleWriter:
             step, split, tuple(groups), tuple(map(total, episodes)), tuple(known.get(id(one), NAN) for one in episodes)
         )
         with self._changed:
-            if len(self._waiting) == WAITING:
+            while self._waiting and sum(map(_tokens, [*self._waiting, batch])) > MOST_TOKENS:
                 self._waiting.popleft()
                 self._lose("the disk is slower than the training, so that samples of a step were dropped")
             self._waiting.append(batch)
@@ -119,6 +119,10 @@ class SampleWriter:
         if not self._warned:
             self._warned = True
             logger.warning("%s; the training goes on, and further losses are only counted", why)
+
+
+def _tokens(batch: SampledStep) -> int:
+    return sum(len(episode) for group in batch.groups for episode in group.episodes)
 
 
 def write(folder: Path, batch: SampledStep, decode: Callable[[Sequence[int]], str]) -> None:

@@ -20,7 +20,7 @@ from rlmesh.rl.evaluation.settings import SampleSettings
 from rlmesh.rl.samples.files import read_file, sample_files
 from rlmesh.rl.samples.pages import as_html
 from rlmesh.rl.samples.search import changed, chosen_files, find, parse_condition
-from rlmesh.rl.samples.writer import WAITING, SampleWriter
+from rlmesh.rl.samples.writer import SampleWriter
 from rlmesh.rl.types import Episode, Failed, Group, Outcome, Score, Turn
 from tests.own_time import HANG_S
 
@@ -98,7 +98,10 @@ def test_files_are_private_and_a_repeated_step_replaces_its_file(tmp_path: Path)
     assert [one.name for one in file.path.parent.iterdir()] == [file.path.name]
 
 
-def test_the_training_never_waits_for_a_slow_disk(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_training_never_waits_for_a_slow_disk(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rlmesh.rl.samples.writer.MOST_TOKENS", 4 * 3)  # four steps of three tokens
     began, go = threading.Event(), threading.Event()
 
     def slow(ids: Sequence[int]) -> str:
@@ -109,7 +112,7 @@ def test_the_training_never_waits_for_a_slow_disk(tmp_path: Path, caplog: pytest
     writer = SampleWriter(tmp_path, SampleSettings(), slow)
     writer.add(1, [group(0, episode("a", Score(0.0)))], total)
     assert began.wait(HANG_S)
-    for step in range(2, 2 + WAITING + 3):
+    for step in range(2, 9):
         writer.add(step, [group(0, episode("a", Score(0.0)))], total)
     go.set()
     writer.close(HANG_S)
