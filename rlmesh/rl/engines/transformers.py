@@ -19,7 +19,6 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -30,6 +29,7 @@ from rlmesh.errors import UsageError, WeightsNotReady, WeightSyncError
 from rlmesh.rl.engines.continuous import ContinuousBatch
 from rlmesh.rl.engines.growing import Growing, decoder
 from rlmesh.rl.engines.lora import LoraOptions, add_adapter
+from rlmesh.rl.engines.pending import GivenUp, PendingSample, SampleFuture
 from rlmesh.rl.engines.prompts import checked_params, checked_rows
 from rlmesh.rl.engines.rollout import PauseMode, Sample, SamplingParams, SleepLevel
 from rlmesh.rl.engines.sleeping_sink import SleepingSink
@@ -40,44 +40,6 @@ GATE_S = 0.2
 """Seconds after which a wait for the gate is interrupted, to look for requests that were given up."""
 CLOSE_S = 60.0
 """Seconds that `TransformersEngine.close` waits for the thread that samples."""
-
-
-class _GivenUp:
-    """True while requests were given up that the engine has not dropped yet."""
-
-    def __init__(self) -> None:
-        self.some = False
-
-
-class _SampleFuture(Future[Sample]):
-    """A response to come, which says when it is given up: asking each of many futures at each token takes long."""
-
-    def __init__(self, given_up: _GivenUp) -> None:
-        super().__init__()
-        self._given_up = given_up
-
-    def cancel(self) -> bool:
-        cancelled = super().cancel()
-        self._given_up.some |= cancelled
-        return cancelled
-
-
-@dataclass(eq=False)
-class _PendingSample:
-    """A response that somebody waits for."""
-
-    growing: Growing
-    future: Future[Sample]
-    ends_at: float = math.inf
-    """The time at which its time limit ends it; infinite before it has begun, and without a limit."""
-
-    def finish(self) -> None:
-        if self.future.set_running_or_notify_cancel():
-            self.future.set_result(self.growing.sample())
-
-    def fail(self, error: Exception) -> None:
-        if self.future.set_running_or_notify_cancel():
-            self.future.set_exception(error)
 
 
 class TransformersEngine:
@@ -127,14 +89,14 @@ class TransformersEngine:
         self._asleep: SleepLevel | None = None
         self._closed = False
         self._tokens, self._busy_s = 0, 0.0
-        self._given_up = _GivenUp()
+        self._given_up = GivenUp()
         self._soonest = math.inf
         """The first time at which a time limit ends a response."""
         self._batch = ContinuousBatch(self.model, stop_token_ids=stops, pad=pad_token_id, most_rows=max_batch)
         self._state = threading.Condition()
         """Guards the fields below; notified when a request ends or may be let in."""
-        self._queue: deque[_PendingSample] = deque()
-        self._running: dict[Growing, _PendingSample] = {}
+        self._queue: deque[PendingSample] = deque()
+        self._running: dict[Growing, PendingSample] = {}
         self._draining = False
         """True: no request is let in, and a pause waits for the end of those that were."""
         self._ending = False
@@ -188,7 +150,7 @@ class TransformersEngine:
         if not prompts:
             return []
         requests = [
-            _PendingSample(Growing(prompt, each, row if by_row else 0, self._decode), _SampleFuture(self._given_up))
+            PendingSample(Growing(prompt, each, row if by_row else 0, self._decode), SampleFuture(self._given_up))
             for row, (prompt, each) in enumerate(zip(prompts, params, strict=True))
         ]
         deadline = self._clock() + timeout_s
@@ -260,12 +222,12 @@ class TransformersEngine:
             request.finish()
         self._soonest = min((request.ends_at for request in self._running.values()), default=math.inf)
 
-    def _take_out(self, request: _PendingSample) -> None:
+    def _take_out(self, request: PendingSample) -> None:
         del self._running[request.growing]
         self._batch.remove(lambda growing: growing is request.growing)
         self._state.notify_all()
 
-    def _take_out_all(self) -> list[_PendingSample]:
+    def _take_out_all(self) -> list[PendingSample]:
         out = [*self._running.values(), *self._queue]
         self._batch.remove(lambda growing: True)
         self._running.clear()

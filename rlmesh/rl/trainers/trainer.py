@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
@@ -15,7 +15,15 @@ import numpy as np
 import torch
 
 from rlmesh import RoleGroup, WeightSync, current_worker
-from rlmesh.errors import CallError, SourceRestarted, UsageError, WeightsNotReady, WeightSyncError
+from rlmesh.errors import (
+    CallError,
+    CallRejected,
+    PeerLost,
+    SourceRestarted,
+    UsageError,
+    WeightsNotReady,
+    WeightSyncError,
+)
 from rlmesh.rl.algorithms.protocol import Evaluated, TokenWeights
 from rlmesh.rl.checkpoints.resuming import SUMMARY, TrainerCheckpoints, finished_steps
 from rlmesh.rl.checkpoints.state import seed_generators
@@ -53,8 +61,8 @@ class Trainer:
         self.algorithm = self.settings.algorithm
         self.holder: Any = None
         self.rewards = Rewards(
-            self.settings.scored, self.tokenizer, workers=self.settings.reward_workers, examine=self.settings.examine,
-            group=self.group,
+            self.settings.scored, self.tokenizer, workers=self.settings.reward_workers,
+            examine=self.settings.examine if self.settings.schedule.drains else 0, group=self.group,
         )  # fmt: skip
         self.validation_rewards = self.rewards
         data = self.settings.dataset(self.tokenizer)
@@ -117,6 +125,8 @@ class Trainer:
         began = time.perf_counter()
         seed_generators(self.settings.seed, step, ("TRAINER",))
         groups = self.buffer.take(step)
+        if not self.settings.schedule.drains:  # groups are scored one by one
+            self.rewards.show(groups, self.settings.examine)
         packs, batch = self.evaluate(groups)
         metrics = self.rewards.metrics(groups) | lengths_of(groups)
         metrics |= self.train(packs, batch, self.algorithm.weigh(batch))
@@ -281,15 +291,7 @@ class Trainer:
             self.hold(self.actor)
             self.actor.call("publish", self.version).result()
             return
-        for attempt in range(PUSHES):
-            self.hold(self.engines)
-            try:
-                self.weight_sync.push(self.version).result()
-                return
-            except WeightSyncError as error:
-                if error.receiver is None or attempt == PUSHES - 1:
-                    raise
-                self.hold(None)  # An engine was lost during the push. The next push waits for its return.
+        self._push(lambda: self.weight_sync.push(self.version).result())
 
     def push_again(self) -> None:
         """Push the current version to the engines that do not serve it."""
@@ -297,8 +299,22 @@ class Trainer:
         if self.engines is self.actor:
             self.publish()
         else:
+            self._push(self.weight_sync.catch_up)
+
+    def _push(self, push: Callable[[], object]) -> None:
+        """Make a push, and make it again if an engine is lost meanwhile: the next attempt waits for its return."""
+        for attempt in range(PUSHES):
             self.hold(self.engines)
-            self.weight_sync.catch_up()
+            try:
+                push()
+                return
+            except SourceRestarted:
+                raise
+            except WeightSyncError as error:
+                lost = error.receiver is not None or isinstance(error.__cause__, PeerLost | CallRejected)
+                if not lost or attempt == PUSHES - 1:
+                    raise
+                self.hold(None)
 
     def finish(self, step: int, metrics: dict[str, float]) -> None:
         """Validate and report, note on disk that the step is done, and complete its checkpoint."""
