@@ -30,8 +30,8 @@ from rlmesh.rl.engines.continuous import ContinuousBatch
 from rlmesh.rl.engines.growing import Growing, decoder
 from rlmesh.rl.engines.lora import LoraOptions, add_adapter
 from rlmesh.rl.engines.pending import GivenUp, PendingSample, SampleFuture
-from rlmesh.rl.engines.prompts import checked_params, checked_rows
-from rlmesh.rl.engines.rollout import PauseMode, Sample, SamplingParams, SleepLevel
+from rlmesh.rl.engines.prompts import checked_params, checked_rows, end_tokens, vocabulary_of
+from rlmesh.rl.engines.rollout import OnTokens, PauseMode, Sample, SamplingParams, SleepLevel
 from rlmesh.rl.engines.sleeping_sink import SleepingSink
 
 __all__ = ["TransformersEngine", "sample_batch"]
@@ -76,7 +76,7 @@ class TransformersEngine:
         given: Any = max_batch
         if isinstance(given, bool) or not isinstance(given, int) or given < 1:
             raise UsageError(f"max_batch={max_batch!r}: it is a whole number ≥ 1")
-        stops = _end_tokens(model) if stop_token_ids is None else list(stop_token_ids)
+        stops = end_tokens(model) if stop_token_ids is None else list(stop_token_ids)
         self.model = model if lora is None else add_adapter(model, lora).eval()
         self.pause_mode, self.keep_cache = pause_mode, keep_cache
         self.gate = VersionGate(who)
@@ -84,7 +84,7 @@ class TransformersEngine:
         self._sink = SleepingSink(self.model, mode, self.gate, lora=lora is not None)
         self._pad, self._clock = pad_token_id, clock
         self._decode = None if tokenizer is None else decoder(tokenizer)
-        self._vocabulary = _vocabulary_of(model)
+        self._vocabulary = vocabulary_of(model)
         self._paused: PauseMode | None = None
         self._asleep: SleepLevel | None = None
         self._closed = False
@@ -115,8 +115,12 @@ class TransformersEngine:
 
     # Requests.
 
-    def submit(self, prompt: Sequence[int], params: SamplingParams, *, timeout_s: float = 600.0) -> Future[Sample]:
-        return self.submit_all([prompt], [params], timeout_s=timeout_s)[0]
+    def submit(
+        self, prompt: Sequence[int], params: SamplingParams, *, timeout_s: float = 600.0,
+        on_tokens: OnTokens | None = None,
+    ) -> Future[Sample]:  # fmt: skip
+        checked = checked_rows([prompt], self._vocabulary, what="prompt")
+        return self._let_in(checked, [params], timeout_s, on_tokens=on_tokens)[0]
 
     def submit_all(
         self, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams], *, timeout_s: float = 600.0
@@ -142,15 +146,18 @@ class TransformersEngine:
                 future.cancel()
 
     def _let_in(
-        self, prompts: Sequence[list[int]], params: Sequence[SamplingParams], timeout_s: float, *, by_row: bool = False
-    ) -> list[Future[Sample]]:
+        self, prompts: Sequence[list[int]], params: Sequence[SamplingParams], timeout_s: float, *, by_row: bool = False,
+        on_tokens: OnTokens | None = None,
+    ) -> list[Future[Sample]]:  # fmt: skip
         """Queue requests. ``by_row``: they have one seed together, from which each makes one by its row."""
         for each in {id(one): one for one in params}.values():
             checked_params(each, can_decode=self._decode is not None)
         if not prompts:
             return []
         requests = [
-            PendingSample(Growing(prompt, each, row if by_row else 0, self._decode), SampleFuture(self._given_up))
+            PendingSample(
+                Growing(prompt, each, row if by_row else 0, self._decode, on_tokens), SampleFuture(self._given_up)
+            )
             for row, (prompt, each) in enumerate(zip(prompts, params, strict=True))
         ]
         deadline = self._clock() + timeout_s
@@ -376,22 +383,6 @@ class TransformersEngine:
         return self.gate.serving(timeout_s)
 
 
-def _vocabulary_of(model: Any) -> int | None:
-    """The number of tokens for which the model has embeddings; None: unknown."""
-    try:
-        return int(model.get_input_embeddings().weight.shape[0])
-    except (AttributeError, NotImplementedError):
-        return None
-
-
-def _end_tokens(model: nn.Module) -> list[int]:
-    for config in (getattr(model, "generation_config", None), getattr(model, "config", None)):
-        ends = getattr(config, "eos_token_id", None)
-        if ends is not None:
-            return list(ends) if isinstance(ends, list | tuple) else [int(ends)]
-    return []
-
-
 def sample_batch(
     model: Any, prompts: Sequence[Sequence[int]], params: SamplingParams, *, stop_token_ids: Sequence[int],
     pad_token_id: int = 0, max_batch: int = 64, tokenizer: Any = None,
@@ -406,7 +397,7 @@ def sample_batch(
     """
     checked_params(params, can_decode=tokenizer is not None)
     decode = None if tokenizer is None else decoder(tokenizer)
-    checked = checked_rows(prompts, _vocabulary_of(model), what="prompt")
+    checked = checked_rows(prompts, vocabulary_of(model), what="prompt")
     rows = [Growing(prompt, params, row, decode) for row, prompt in enumerate(checked)]
     batch = ContinuousBatch(model, stop_token_ids=stop_token_ids, pad=pad_token_id, most_rows=max_batch)
     waiting = deque(rows)

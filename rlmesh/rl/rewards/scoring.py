@@ -45,6 +45,7 @@ class Rewards:
         memory_bytes: of each process (:class:`rlmesh.rl.rewards.process_pool.ScoringPool`).
         examine: print this many scored responses of each batch, spread over it.
         group: a function from the name of a role to its members; finds the roles of reward models.
+        required: there must be a reward; without any, each episode abstains.
 
     Raises:
         UsageError: no reward, or two of one name.
@@ -59,10 +60,11 @@ class Rewards:
         memory_bytes: int = 2 * 2**30,
         examine: int = 0,
         group: Callable[[str], Any] = RoleGroup,
+        required: bool = True,
     ) -> None:
         names = [reward.name for reward in rewards]
         twice = {name for name in names if names.count(name) > 1}
-        if not rewards or twice:
+        if (required and not rewards) or twice:
             raise UsageError(
                 f"two rewards are named {', '.join(sorted(twice))}: give Reward(…, name=…)"
                 if twice
@@ -85,15 +87,18 @@ class Rewards:
 
     def score(self, groups: Sequence[Group]) -> list[Group]:
         """The same groups, with the outcome of each reward in their episodes."""
-        responses = [self.response(episode) for group in groups for episode in group.episodes]
-        rows = [group.row for group in groups for _ in group.episodes]
+        every = [(episode, group.row) for group in groups for episode in group.episodes]
+        responses = [self.response(episode) for episode, _ in every if not episode.failure]
+        rows = [row for episode, row in every if not episode.failure]
         outcomes = self.outcomes(responses, rows)
         self._show(responses, rows, outcomes, self.examine)
         each = iter(outcomes)
-        return [
-            replace(group, episodes=tuple(replace(episode, outcomes=next(each)) for episode in group.episodes))
-            for group in groups
-        ]
+
+        def scored(episode: Episode) -> Episode:
+            failed = dict.fromkeys(self.rewards, Failed(episode.failure)) if episode.failure else None
+            return replace(episode, outcomes=next(each) if failed is None else failed)
+
+        return [replace(group, episodes=tuple(map(scored, group.episodes))) for group in groups]
 
     def show(self, groups: Sequence[Group], count: int) -> None:
         """Print responses of scored groups, spread over them."""
@@ -157,6 +162,8 @@ class Rewards:
         episodes = Group.episodes_of(groups)
         totals = [self.total(episode) for episode in episodes]
         scores = [outcome.value for outcome in totals if isinstance(outcome, Score)]
+        if not self.rewards:
+            return {}
         return {
             **metrics_of([episode.outcomes for episode in episodes]),
             "reward_mean": float(np.mean(scores)) if scores else float("nan"),

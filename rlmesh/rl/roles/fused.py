@@ -18,6 +18,7 @@ from rlmesh.rl.engines.rollout import RolloutEngine, Sample, SamplingParams
 from rlmesh.rl.packing import Pack
 from rlmesh.rl.roles.actor import ActorRole
 from rlmesh.rl.roles.host_copy import HostCopy
+from rlmesh.rl.roles.playing import PlaysEpisodes
 from rlmesh.rl.roles.reference import REFERENCE, FrozenPolicy
 from rlmesh.rl.roles.rollout import ROLLOUT, engine_params, make_rollout_engine, sample_groups
 from rlmesh.rl.roles.trained import TRAINING
@@ -26,7 +27,7 @@ from rlmesh.rl.rollout.requests import GroupRequest
 __all__ = ["ActorRollout", "ActorRolloutRef"]
 
 
-class ActorRollout(ActorRole):
+class ActorRollout(PlaysEpisodes, ActorRole):
     """One rank of the policy in training, with a rollout engine of its own. See `ActorRole` and `RolloutRole`."""
 
     rollout_engine: RolloutEngine
@@ -39,6 +40,7 @@ class ActorRollout(ActorRole):
         self.turns.add(ROLLOUT, wake=self.rollout_engine.wake, sleep=lambda: self.rollout_engine.sleep(2))
 
     def teardown(self) -> None:
+        self.close_episodes()
         self.rollout_engine.close()
         super().teardown()
 
@@ -68,6 +70,9 @@ class ActorRollout(ActorRole):
         with self.turns.turn(ROLLOUT):
             return self.rollout_engine.generate(prompts, engine_params(params, current_worker().rank))
 
+    def sampling_engine(self) -> RolloutEngine:
+        return self.rollout_engine
+
     @rpc
     def sample_in_turn(self, requests: Sequence[GroupRequest], params: SamplingParams) -> list[list[Sample]]:
         """The samples of each request, with the requests' own seeds."""
@@ -87,10 +92,11 @@ class ActorRolloutRef(ActorRollout):
         self.turns.add(REFERENCE, wake=self.reference.wake, sleep=self.reference.sleep)
 
     def make_reference(self) -> nn.Module:
-        """The model of the reference: the run's, in float32, on this rank's device."""
+        """The model of the reference, in float32, on this rank's device."""
         from transformers import AutoModelForCausalLM
 
-        model: nn.Module = AutoModelForCausalLM.from_pretrained(self.run_settings.model, dtype=torch.float32)
+        chosen = self.run_settings.reference.model or self.run_settings.model
+        model: nn.Module = AutoModelForCausalLM.from_pretrained(chosen, dtype=torch.float32)
         return model.to(self.device).eval()
 
     @rpc

@@ -214,7 +214,9 @@ def _early_reward_faults(run: Run, tried: set[str]) -> Iterator[str]:
         one for one in run.scored if isinstance(one, Reward) and (ids or READ_PROMPTS.isdisjoint(one.wanted()))
     ]
     tried.update(one.name for one in functions)
-    yield from _function_faults(functions, tokenizer, Prompt(np.asarray(ids or [0], np.int32), row, 0))
+    yield from _function_faults(
+        functions, tokenizer, Prompt(np.asarray(ids or [0], np.int32), row, 0), _extras(run, row)
+    )
 
 
 def _has_no_template(folder: Path) -> bool:
@@ -236,21 +238,33 @@ def _slow_faults(run: Run, counts: list[str], tried: set[str]) -> Iterator[str]:
     not tried again."""
     from rlmesh.rl.data.loader import PromptLoader
     from rlmesh.rl.rewards.scoring import unscored
+    from rlmesh.rl.rollout.episodes.plan import EpisodePlan
+    from rlmesh.rl.trainings.given import given_texts
 
     try:
         tokenizer = _tokenizer(run)
     except (UsageError, OSError, ValueError) as error:
         yield f"model={run.model!r}: {error}"
         return
+    yield from _teacher_faults(run, tokenizer)
     try:
         data = run.dataset(tokenizer)
         counts.append(f"data: {data.counts}")
-        yield from _function_faults([one for one in run.scored if one.name not in tried], tokenizer, data[0])
+        if run.algorithm.responses != "sampled":
+            for place in range(len(data)):
+                given_texts(data[place].row, run.algorithm.responses)
+        yield from _function_faults(
+            [one for one in run.scored if one.name not in tried], tokenizer, data[0], _extras(run, data[0].row)
+        )
         for model in run.reward_models:
             if model.scores(data[0].row):
                 yield from (f"reward model {model.name!r}: {fault}" for fault in model.faults(tokenizer, data[0].row))
-        yield from unscored(run.scored, data)
+        yield from unscored(run.scored, data) if run.scored else ()
         PromptLoader(data, run.batch_size)
+        if (plan := EpisodePlan.of(run)) is not None:
+            yield from plan.slow_faults(tokenizer, data[0].row)
+            longest = 0 if run.agent is not None else max(len(data[place].ids) for place in range(len(data)))
+            yield from plan.length_faults(longest, _positions(run.model))
     except (UsageError, OSError, ValueError) as error:
         yield f"data: {error}"
     if run.validation is not None:
@@ -258,6 +272,30 @@ def _slow_faults(run: Run, counts: list[str], tried: set[str]) -> Iterator[str]:
             counts.append(f"validation: {run.dataset(tokenizer, run.validation).counts}")
         except (UsageError, OSError, ValueError) as error:
             yield f"validation: {error}"
+
+
+def _positions(model: str) -> int | None:
+    """The most tokens of a text that the model is made for; None: unknown."""
+    from transformers import AutoConfig
+
+    found = getattr(AutoConfig.from_pretrained(model), "max_position_embeddings", None)
+    return found if isinstance(found, int) else None
+
+
+def _teacher_faults(run: Run, tokenizer: Any) -> Iterator[str]:
+    """A fault if the reference is another model with other tokens: its log-probabilities would be of other texts."""
+    model = run.reference.model
+    if model is None or "reference" not in run.algorithm.needs:
+        return
+    from transformers import AutoTokenizer
+
+    try:
+        other = AutoTokenizer.from_pretrained(model)
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        yield f"reference.model={model!r}: {error}"
+        return
+    if other.get_vocab() != tokenizer.get_vocab():
+        yield f"reference.model={model!r} has other tokens than model={run.model!r}: both must have the same tokenizer"
 
 
 def _tokenizer(run: Run) -> Any:
@@ -273,7 +311,17 @@ def _tokenizer(run: Run) -> Any:
         ) from error
 
 
-def _function_faults(rewards: Sequence[Reward | RewardModel], tokenizer: Any, prompt: Any) -> Iterator[str]:
+def _extras(run: Run, row: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The extras of an episode, which rewards may read."""
+    from rlmesh.rl.rollout.episodes.plan import EpisodePlan
+
+    plan = EpisodePlan.of(run)
+    return {} if plan is None else plan.extras_of(row)
+
+
+def _function_faults(
+    rewards: Sequence[Reward | RewardModel], tokenizer: Any, prompt: Any, extras: Mapping[str, Any]
+) -> Iterator[str]:
     """One sentence per reward function that fails on row 0, with a response of one end token."""
     import numpy as np
 
@@ -282,7 +330,7 @@ def _function_faults(rewards: Sequence[Reward | RewardModel], tokenizer: Any, pr
 
     end = tokenizer.eos_token_id if tokenizer.eos_token_id is not None else 0
     turn = Turn(np.asarray([end], np.int32), "policy", np.zeros(1, np.float32), version_spans=((0, 0, 1),))
-    episode = Episode((Turn.said(prompt.ids), turn))
+    episode = Episode((Turn.said(prompt.ids), turn), extras=dict(extras))
     functions = [one for one in rewards if isinstance(one, Reward) and one.scores(prompt.row)]
     if not functions:
         return
