@@ -16,11 +16,14 @@ from rlmesh.master.monitoring.graph import CallGraph
 from rlmesh.master.monitoring.graph_drawing import FORMATS, Format, drawn
 from rlmesh.master.state.last_state import last_graph
 from rlmesh.observe.files.incidents import newest_incident
-from rlmesh.observe.views.summary import alarm_lines
+from rlmesh.observe.files.metric_files import METRICS_FILE, read_tail
+from rlmesh.observe.views.summary import alarm_lines, buffer_lines
 from rlmesh.run_directory.discovery import RunningJob
 from rlmesh.run_directory.records import EndedJob
 
 _NO_RECORDS = 1 << 62
+LAST = 32
+"""Reports among which the last one of the trainer is."""
 
 
 def add_to(commands: Any) -> None:
@@ -83,6 +86,7 @@ def status_lines(status: JobStatus) -> Iterator[str]:
         yield from (f"    {member.role}:{member.rank}: {member.doing}" for member in members if member.doing)
     if status.samples_trained:
         yield f"  samples trained: {status.samples_trained:,}"
+    yield from (f"  {line}" for line in buffer_lines(read_tail(Path(status.run_dir) / METRICS_FILE, LAST)[1]))
     if rejected := status.extra.get(REJECTED):
         yield f"  strangers: {rejected}"
     yield from _failure_lines([failure.message for failure in status.failures])

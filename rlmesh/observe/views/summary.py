@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from rlmesh.job.masking import mask_text
-from rlmesh.job.status import FailureInfo, JobStatus
+from rlmesh.job.status import FailureInfo, JobStatus, MetricRecord
 from rlmesh.observe.time_use import format_time_use
 from rlmesh.observe.views.progress import JobProgress
 
@@ -42,6 +43,26 @@ def failure_line(failure: FailureInfo) -> str:
     who = "" if failure.role is None else f"{failure.role}:{failure.rank}: "
     text = mask_text(failure.message).strip().splitlines() or ["failed"]
     return text[0] if text[0].startswith(who) else who + text[0]
+
+
+def buffer_lines(records: Sequence[MetricRecord]) -> list[str]:
+    """The sample buffer of a training at its last reported step: how full it is, and who waited for whom.
+
+    Args:
+        records: the last reports of the job, oldest first.
+    """
+    last = next((one for one in reversed(records) if "buffer/ready" in one.metrics), None)
+    if last is None:
+        return []
+    ready, sampling, engines_s, trainer_s = (
+        float(last.metrics.get(f"buffer/{name}", 0.0))
+        for name in ("ready", "sampling", "engines_wait_s", "trainer_wait_s")
+    )
+    full = "; it is full, so engines wait" if ready and not sampling else ""
+    return [
+        f"sample buffer at step {last.step}: {ready:.0f} groups ready, {sampling:.0f} being sampled{full}; since the "
+        f"last step, engines waited {engines_s:.1f} s for room, and the trainer {trainer_s:.1f} s for samples"
+    ]
 
 
 SHOWN_ALARMS = 3

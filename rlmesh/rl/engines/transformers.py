@@ -23,15 +23,16 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from rlmesh import ModuleSink, VersionGate, WeightSink
+from rlmesh import VersionGate, WeightSink
 from rlmesh.errors import UsageError, WeightsNotReady, WeightSyncError
 from rlmesh.rl.engines.continuous import ContinuousBatch
 from rlmesh.rl.engines.growing import Growing, decoder
 from rlmesh.rl.engines.lora import LoraOptions, add_adapter
 from rlmesh.rl.engines.prompts import checked_params, checked_rows
 from rlmesh.rl.engines.rollout import PauseMode, Sample, SamplingParams, SleepLevel
+from rlmesh.rl.engines.sleeping_sink import SleepingSink
 
 __all__ = ["TransformersEngine", "sample_batch"]
 
@@ -118,7 +119,7 @@ class TransformersEngine:
         self.pause_mode, self.keep_cache = pause_mode, keep_cache
         self.gate = VersionGate(who)
         self.gate.set_version(version)
-        self._sink = _Sink(self.model, mode, self.gate, lora=lora is not None)
+        self._sink = SleepingSink(self.model, mode, self.gate, lora=lora is not None)
         self._pad, self._clock = pad_token_id, clock
         self._decode = None if tokenizer is None else decoder(tokenizer)
         self._vocabulary = _vocabulary_of(model)
@@ -411,89 +412,6 @@ class TransformersEngine:
         if self._asleep is not None:
             raise WeightsNotReady(f"{self.gate.who} sleeps (level {self._asleep}): call wake() first")
         return self.gate.serving(timeout_s)
-
-
-class _Sink(ModuleSink):
-    """A module's sink that shares the engine's gate, and frees the memory while the engine sleeps.
-
-    With ``lora`` it takes the adapter only. The base model, which no push brings, is never dropped: it is moved to the
-    host at both levels of sleep.
-    """
-
-    def __init__(self, model: nn.Module, mode: Any, gate: VersionGate, *, lora: bool) -> None:
-        super().__init__(model, mode, lora="adapter" if lora else "")
-        self.gate = gate
-        self.changes = 0
-        """The number of times that the weights in use have changed."""
-        taken = {id(tensor) for same in self._targets.values() for tensor in same}
-        every = (*model.parameters(), *model.buffers())
-        self._base = [tensor for tensor in every if lora and id(tensor) not in taken]
-        self._home = next(model.parameters()).device
-        self._gone: dict[int, int] = {}
-        self._missing: set[str | None] = set()
-
-    def release(self, level: SleepLevel) -> None:
-        self.let_go()
-        if self._home.type != "cpu":
-            for tensor in self._base:
-                tensor.data = tensor.data.to("cpu")
-        if level == 1 and self._home.type != "cpu":
-            self._move("cpu")
-        elif level == 2:
-            self._gone = {}
-            for tensors in self._targets.values():
-                bare = torch.empty_like(tensors[0])  # new memory: the memory in use may be the source's
-                self._gone[id(tensors[0])] = bare.untyped_storage().nbytes()
-                bare.untyped_storage().resize_(0)
-                for tensor in tensors:
-                    tensor.data = bare
-        if self._home.type == "cuda":
-            torch.cuda.empty_cache()  # other processes may need the memory
-
-    def regain(self) -> None:
-        if self._gone:
-            for tensors in self._targets.values():
-                tensors[0].data.untyped_storage().resize_(self._gone[id(tensors[0])])
-            self._gone = {}
-        elif self._home.type != "cpu":
-            self._move(str(self._home))
-        for tensor in self._base:
-            tensor.data = tensor.data.to(self._home)
-
-    def _move(self, device: str) -> None:
-        for tensors in self._targets.values():
-            moved = tensors[0].data.to(device)
-            for tensor in tensors:
-                tensor.data = moved
-
-    def begin(self, version: int) -> None:
-        if self._gone:
-            raise WeightSyncError("the engine sleeps and has no memory for weights: call wake() before the push")
-        self._missing = set(self._targets)
-        super().begin(version)
-
-    def rooms(self, entries: Sequence[Any], *, keep: bool) -> Sequence[Tensor | None]:
-        found = super().rooms(entries, keep=keep)
-        # The receiver writes these entries into their rooms directly, so stage() never sees them: they have arrived.
-        written = (entry for entry, room in zip(entries, found, strict=True) if room is not None)
-        self._missing -= {owner for entry in written if (owner := self._owner(entry)) is not None}
-        return found
-
-    def stage(self, tensors: Mapping[str, Tensor], *, keep: bool) -> None:
-        super().stage(tensors, keep=keep)
-        self._missing -= self._manifest.by_owner(tensors).keys()
-
-    def flip(self, version: int) -> None:
-        if self._missing:
-            raise WeightSyncError(
-                f"no weights came for {len(self._missing)} tensors, such as {min(map(str, self._missing))}"
-            )
-        super().flip(version)
-        self.changes += 1
-
-    def rollback(self) -> None:
-        super().rollback()
-        self.changes += 1
 
 
 def _vocabulary_of(model: Any) -> int | None:

@@ -20,7 +20,7 @@ bound. Slots before it that are dropped only make that step earlier. `take` chec
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any, Literal
@@ -288,17 +288,6 @@ class SampleBuffer:
                 slot.state = "sampled"
             self._record(slot)
             self._fail_poison(slot)
-
-    def restart(self, step: int, cursor: int, unfinished: Iterable[tuple[int, tuple[int, int]]]) -> None:
-        """Go on after a step without a saved state.
-
-        Args:
-            step: the last step that counts.
-            cursor: the next position to draw.
-            unfinished: position and key of each earlier slot that was not trained, dropped or failed.
-        """
-        slots = [{"position": position, "key": key, "asked": 0} for position, key in sorted(unfinished)]
-        self.restore({"cursor": cursor, "step": step + 1, "slots": slots})
 
     def counts(self) -> dict[str, int]:
         """Number of waiting slots in each state, and of those that are ready."""

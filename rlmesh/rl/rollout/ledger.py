@@ -161,44 +161,32 @@ class Ledger:
         self._post(work, future)
         return future
 
-    def go_back(self, step: int, *, cursor: int | None = None, kept: Iterable[int] = ()) -> tuple[int, list[Any]]:
+    def go_back(self, step: int, cursor: int, waiting: Iterable[int] = ()) -> None:
         """Void the rows of later work, and begin the next line.
 
         Args:
             step: the last step that counts.
-            cursor: the next position to draw, if the caller has a saved state; None: found out from the rows.
-            kept: positions before the cursor whose slots are not done with, if the caller has a saved state.
-
-        Returns:
-            the cursor; and position and key of each earlier slot that is not done with.
+            cursor: the next position to draw.
+            waiting: earlier positions whose slots are not done with.
         """
-        waits = list(kept)
+        undone = list(waiting)
 
-        def work(connection: sqlite3.Connection) -> tuple[int, list[Any]]:
-            done = "state IN ('trained', 'dropped', 'failed') AND step <= ?"
-            most = cursor
-            if most is None:
-                query = f"SELECT coalesce(max(position), -1) + 1 FROM slots WHERE NOT void AND {done}"
-                most = int(connection.execute(query, (step,)).fetchone()[0])
-                query = f"SELECT position, epoch, prompt FROM slots WHERE NOT void AND position < ? AND NOT ({done})"
-                left = [(row[0], (row[1], row[2])) for row in connection.execute(query, (most, step))]
-                undone = [position for position, _ in left]
-            else:
-                left, undone = [], waits
-            changed = connection.execute("UPDATE slots SET void = 1 WHERE NOT void AND position >= ?", (most,)).rowcount
-            for position in undone:
-                query = "UPDATE slots SET void = 1 WHERE NOT void AND position = ?"
-                changed += connection.execute(query, (position,)).rowcount
-            line = connection.execute("SELECT coalesce(max(line), -1) + 1 FROM slots").fetchone()[0]
-            self._line = line
+        def work(connection: sqlite3.Connection) -> None:
+            void = "UPDATE slots SET void = 1 WHERE NOT void AND position"
+            changed = connection.execute(f"{void} >= ?", (cursor,)).rowcount
+            changed += sum(connection.execute(f"{void} = ?", (position,)).rowcount for position in undone)
+            self._line = connection.execute("SELECT coalesce(max(line), -1) + 1 FROM slots").fetchone()[0]
             if changed:
-                what = f"the run goes on after step {step}: {changed} later rows are void"
-                event = (self._clock(), line, None, step, what)
+                event = (
+                    self._clock(),
+                    self._line,
+                    None,
+                    step,
+                    f"the run goes on after this step: {changed} rows are void",
+                )
                 connection.execute("INSERT INTO events VALUES (?, ?, ?, ?, ?)", event)
-            return most, left
 
-        found: tuple[int, list[Any]] = self._do(work)
-        return found
+        self._do(work)
 
     def troubles(self, sign: str) -> tuple[dict[int, int], dict[int, str]]:
         """What earlier lines know about prompts that kill: deaths by position, and reasons that begin with ``sign``."""

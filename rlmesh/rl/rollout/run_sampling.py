@@ -121,7 +121,7 @@ class RunSampling:
         """All that a checkpoint needs between two steps, as plain values: the next position, and the slots that are not
         done with, with their groups. The ledger becomes safe against the death of the machine in the background."""
         self._ledger.sync()
-        state = self.slots.state()
+        state = self.slots.state() if self._sampler is None else self._sampler.state()
         for slot in state["slots"]:
             if "group" in slot:
                 slot["group"] = plain_group(slot["group"])
@@ -134,19 +134,8 @@ class RunSampling:
             if "group" in slot:
                 drawn = self._loader.draw(slot["position"])
                 slot["group"] = whole_group(slot["group"], drawn.key, drawn.prompt.row)
-        self._ledger.go_back(state["step"] - 1, cursor=state["cursor"], kept=[slot["position"] for slot in slots])
+        self._ledger.go_back(state["step"] - 1, state["cursor"], [slot["position"] for slot in slots])
         self.slots.restore({**state, "slots": slots})
-
-    def go_back(self, step: int) -> None:
-        """Go on after a step of which no state is saved, with what the ledger knows."""
-        cursor, unfinished = self._ledger.go_back(step)
-        least = step * self.slots.batch_size
-        if cursor < least:
-            self._note(
-                f"the ledger lacks rows of the first {step} steps; the run goes on with the prompt at position {least}"
-            )
-            cursor = least
-        self.slots.restart(step, cursor, unfinished)
 
     def close(self) -> None:
         """End all threads. May be called twice."""

@@ -180,6 +180,11 @@ class Sampler:
             self._error = None
             self._cancel()
 
+    def state(self) -> dict[str, Any]:
+        """The state of the buffer (`SampleBuffer.state`), also while engines sample."""
+        with self._changed:
+            return self.buffer.state()
+
     def report(self) -> dict[str, float]:
         """Numbers for the report of a step, since the last report; docs/pipelines.md explains them."""
         with self._changed:

@@ -49,6 +49,12 @@ ELSEWHERE: Mapping[str, str] = {
     "rollout.name": "rollout.engine",
     "use_vllm": "rollout.engine",
     "vllm_num_engines": "rollout.engines",
+    "filter_groups": "rollout.dynamic_sampling",
+    "dynamic_filtering": "rollout.dynamic_sampling",
+    "max_num_gen_batches": "rollout.refill",
+    "gen_batch_size": "rollout.oversampling",
+    "staleness_threshold": "pipeline",
+    "async_train": "pipeline",
     "gpu_memory_utilization": "rollout.options",
     "vllm_gpu_memory_utilization": "rollout.options",
     # algorithm

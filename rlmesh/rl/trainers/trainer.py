@@ -39,6 +39,7 @@ __all__ = ["Trainer", "result_of"]
 PUSHES = 5
 RESTART_NEWS_S = 2.0
 """Seconds that a failed call waits for the news that a restart was its cause."""
+UNCORRECTED = "samples of older weights are trained on as they are; set algorithm.correction=token to weigh them"
 MODEL = "model"
 
 
@@ -58,6 +59,8 @@ class Trainer:
         self.validation_rewards = self.rewards
         data = self.settings.dataset(self.tokenizer)
         self.tell(f"data: {data.counts}")
+        if self.settings.schedule.staleness and getattr(self.algorithm, "correction", True) is None:
+            self.tell(f"pipeline={self.settings.pipeline!r}: {UNCORRECTED}")
         loader = PromptLoader(data, self.settings.batch_size, seed=self.settings.seed)
         self.buffer = RunSampling(
             self.settings, loader, lambda groups: self.score(self.rewards, groups),

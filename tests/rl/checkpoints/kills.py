@@ -2,7 +2,7 @@
 
 ``python -m tests.rl.checkpoints.kills FOLDER --seed 0 --tries 50`` prints a line of JSON per try. A run is a process
 group of its own, forked from this process, which has loaded torch already; all of it is killed at once, at a moment
-in one of its steps or after the last; in every fourth try between its start and its end. In every third try it is
+in one of its steps or after the last; in every fifth try between its start and its end. In every third try it is
 killed a second time while it goes on. Every second pair of tries saves at each step. The exit code is 1 if something
 differs.
 """
@@ -27,7 +27,8 @@ from rlmesh.rl.checkpoints.store import saved_step
 from tests.own_time import HANG_S
 from tests.rl.checkpoints.runs import content, make, make_model, metrics_of
 
-ALGORITHMS = ("ppo", "grpo")
+CHOICES = (("ppo", "sync"), ("grpo", "one-step-off"), ("ppo", "one-step-off"), ("grpo", "sync"))
+"""Algorithms and pipelines."""
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,7 @@ class Kind:
 
     model: Path
     algorithm: str
+    pipeline: str
     save_every: int = 2
 
 
@@ -53,7 +55,7 @@ def start(kind: Kind, run_dir: Path) -> int:
         log = os.open(run_dir.with_suffix(".log"), os.O_CREAT | os.O_WRONLY | os.O_APPEND, 0o600)
         os.dup2(log, 1)
         os.dup2(log, 2)
-        make(kind.model, kind.algorithm, save_every=kind.save_every).here(run_dir=run_dir)
+        make(kind.model, kind.algorithm, pipeline=kind.pipeline, save_every=kind.save_every).here(run_dir=run_dir)
         code = 0
     except BaseException:
         import traceback
@@ -110,7 +112,7 @@ def attempt(kind: Kind, run_dir: Path, moments: list[tuple[int, float]]) -> dict
             {"reports": reports, "after_s": round(moment, 3), "step": step, "saved": saved_step(run_dir), "code": code}
         )
     finish(kind, run_dir)
-    return {"algorithm": kind.algorithm, "save_every": kind.save_every, "killed": killed}
+    return {"algorithm": kind.algorithm, "pipeline": kind.pipeline, "save_every": kind.save_every, "killed": killed}
 
 
 def main() -> int:
@@ -123,24 +125,23 @@ def main() -> int:
     chosen = random.Random(options.seed)
     model = make_model(options.folder / "model")
     whole, took_s, step_s = {}, {}, {}
-    for algorithm in ALGORITHMS:
+    for choice in CHOICES[: max(1, options.tries)]:
         began = time.monotonic()
-        run_dir = options.folder / f"whole-{algorithm}"
-        finish(Kind(model, algorithm), run_dir)
-        took_s[algorithm] = time.monotonic() - began
+        run_dir = options.folder / "-".join(["whole", *choice])
+        finish(Kind(model, *choice), run_dir)
+        took_s[choice] = time.monotonic() - began
         at = [json.loads(line)["at"] for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-        step_s[algorithm], whole[algorithm] = (at[-1] - at[0]) / (len(at) - 1), run_dir
+        step_s[choice], whole[choice] = (at[-1] - at[0]) / (len(at) - 1), run_dir
     differing = 0
     for number in range(options.tries):
-        algorithm = ALGORITHMS[number % len(ALGORITHMS)]
+        choice = CHOICES[number % len(CHOICES)]
         run_dir = options.folder / f"try-{number}"
         moments = []
         for _ in range(2 if number % 3 == 2 else 1):
-            reports = 0 if number % 4 == 3 else chosen.randint(1, 9)
-            moments.append((reports, chosen.uniform(0, (step_s if reports else took_s)[algorithm])))
-        kind = Kind(model, algorithm, save_every=1 + number // 2 % 2)
-        found = attempt(kind, run_dir, moments)
-        same = content(run_dir) == content(whole[algorithm]) and metrics_of(run_dir) == metrics_of(whole[algorithm])
+            reports = 0 if number % 5 == 4 else chosen.randint(1, 9)
+            moments.append((reports, chosen.uniform(0, (step_s if reports else took_s)[choice])))
+        found = attempt(Kind(model, *choice, save_every=1 + number // 2 % 2), run_dir, moments)
+        same = content(run_dir) == content(whole[choice]) and metrics_of(run_dir) == metrics_of(whole[choice])
         differing += not same
         print(json.dumps({"try": number, "same": same, **found}), flush=True)
     print(json.dumps({"tries": options.tries, "differing": differing}), flush=True)

@@ -53,6 +53,22 @@ def saved(whole: Callable[[str], Path], tmp_path: Path) -> Path:
     return folder
 
 
+def test_samples_that_were_made_ahead_are_not_lost(model: Path, tmp_path: Path) -> None:
+    """One step off: the checkpoint has the samples of the next step, which earlier weights have made."""
+    run, run_dir = make(model, pipeline="one-step-off"), tmp_path / "run"
+    run.here(run_dir=tmp_path / "whole")
+    shutil.copytree(tmp_path / "whole", run_dir)
+    shutil.rmtree(checkpoint_folder(run_dir, 8))
+    (run_dir / "summary.json").unlink()
+    slots = read_checkpoint(checkpoint_folder(run_dir, 6)).trainer_state()["objects"]["buffer"]["slots"]
+    assert len(slots) == 8 and all("group" in slot for slot in slots)
+    run.here(run_dir=run_dir)
+    assert content(run_dir) == content(tmp_path / "whole")
+    assert metrics_of(run_dir) == metrics_of(tmp_path / "whole")
+    with pytest.raises(UsageError, match="pipeline='sync', before 'one-step-off'"):
+        make(model, steps=9).here(run_dir=run_dir)
+
+
 @pytest.mark.parametrize(("algorithm", "stop"), [("grpo", 3), ("ppo", 1), ("ppo", 4)])
 def test_a_run_that_goes_on_gives_the_same_bits(
     model: Path, tmp_path: Path, whole: Callable[[str], Path], algorithm: str, stop: int
@@ -251,17 +267,17 @@ def test_a_full_disk_costs_a_checkpoint_and_no_step(
 
 
 def test_an_object_without_its_state_is_refused(model: Path, saved: Path) -> None:
-    """A run whose buffer has samples under way cannot go on with a buffer that would lose them."""
+    """A run that had a curriculum of its own cannot go on without one."""
     folder = checkpoint_folder(saved, 6)
     from rlmesh.rl.checkpoints.state import encoded
     from rlmesh.rl.checkpoints.store import CheckpointStore
 
     checkpoint = read_checkpoint(folder)
     state = checkpoint.trainer_state()
-    state["objects"]["buffer"] = {"under_way": [7]}
+    state["objects"]["curriculum"] = {"level": 7}
     about = {name: dict(getattr(checkpoint, name)) for name in ("metrics", "settings", "position")}
     CheckpointStore(saved).commit(6, ["actor", "critic"], encoded(state), about)
-    with pytest.raises(UsageError, match="has a state of 'buffer', and this run's buffer has none"):
+    with pytest.raises(UsageError, match="has a state of 'curriculum', and this run's curriculum has none"):
         make(model, "ppo").here(run_dir=saved)
 
 

@@ -32,7 +32,7 @@ LATEST_S = 1.2
 """A kill comes up to this long after the run has made a step since the last kill."""
 STALLS_S = 60.0
 """A run that makes no step for so long has failed."""
-WAYS = (("sync", 1), ("sync", 2), ("async(staleness=2)", 1), ("async(staleness=2)", 2))
+WAYS = (("sync", 1), ("sync", 2), ("async(staleness=2)", 1), ("async(staleness=2)", 2), ("one-step-off", 2))
 
 
 @dataclass(frozen=True)

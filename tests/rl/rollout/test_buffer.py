@@ -208,7 +208,7 @@ def test_poison_stays_set_aside_when_the_run_goes_back() -> None:
     buffer.draw(key_of)
     buffer.ask_again(buffer.waiting[1], "died", died=True)
     buffer.fail(buffer.waiting[0], "poison: it kills", poison=True)
-    buffer.restart(0, 0, [])
+    buffer.restore({"cursor": 0, "step": 1, "slots": []})
     buffer.advance(0)
     buffer.draw(key_of)
     assert [(slot.position, slot.deaths) for slot in buffer.waiting] == [(1, 1), (2, 0)]

@@ -61,8 +61,8 @@ def test_a_return_to_a_checkpoint_voids_later_rows(ledger: Ledger, tmp_path: Pat
     buffer = SampleBuffer(2, 0, 9, record=ledger.record)
     for step in (1, 2, 3):
         train(buffer, step)
-    assert ledger.go_back(1) == (2, [])
-    buffer.restart(1, 2, [])
+    ledger.go_back(1, 2)
+    buffer.restore({"cursor": 2, "step": 2, "slots": []})
     train(buffer, 2)
     ledger.flush()
     rows = list(read_rows(tmp_path / LEDGER, void=True))
@@ -71,32 +71,11 @@ def test_a_return_to_a_checkpoint_voids_later_rows(ledger: Ledger, tmp_path: Pat
     assert faults_of(tmp_path / LEDGER) == []
 
 
-def test_slots_that_are_not_done_with_are_found(ledger: Ledger) -> None:
-    """Without a saved state: position 1 is asked for again, although position 2 is trained."""
-    buffer = SampleBuffer(2, 0, 9, record=ledger.record, refill=1.0)
-    buffer.advance(0)
-    buffer.draw(key_of)
-    buffer.drop(buffer.waiting[0], "equal")
-    buffer.draw(key_of)
-    first, second = buffer.waiting
-    for slot in (first, second):
-        buffer.ask(slot)
-        buffer.sampled(slot, group_of(slot.position, 0))
-        buffer.scored(slot, group_of(slot.position, 0))
-    buffer.take(1)
-    buffer.trained(1)
-    buffer.advance(1)
-    buffer.draw(key_of)
-    buffer.fail(buffer.waiting[1], "no reward")
-    assert ledger.go_back(1) == (3, [])
-    assert ledger.go_back(0) == (0, [])
-
-
-def test_a_saved_state_decides_where_there_is_one(ledger: Ledger, tmp_path: Path) -> None:
+def test_slots_that_wait_get_new_rows(ledger: Ledger, tmp_path: Path) -> None:
     buffer = SampleBuffer(2, 1, 9, record=ledger.record)
     train(buffer, 1)
     state = buffer.state()
-    ledger.go_back(1, cursor=state["cursor"], kept=[slot["position"] for slot in state["slots"]])
+    ledger.go_back(1, state["cursor"], [slot["position"] for slot in state["slots"]])
     buffer.restore(state)
     ledger.flush()
     rows = [(row.line, row.position, row.state, row.void) for row in read_rows(tmp_path / LEDGER, void=True)]
@@ -113,7 +92,7 @@ def test_prompts_that_kill_are_remembered(ledger: Ledger) -> None:
     first, second = buffer.waiting
     buffer.ask_again(second, "engine 0 died", died=True)
     buffer.fail(first, "poison: it kills", poison=True)
-    ledger.go_back(0)
+    ledger.go_back(0, 0)
     assert ledger.troubles("poison") == ({1: 1}, {0: "poison: it kills"})
 
 

@@ -320,9 +320,8 @@ def test_answers_from_before_a_return_are_ignored(tmp_path: Path, pipeline: str)
         for step in range(1, 6):
             made.step(step)
         made.sampler.pause()
-        cursor, unfinished = made.ledger.go_back(2)
-        assert cursor == 2 * SIZE and unfinished == []
-        made.sampler.buffer.restart(2, cursor, unfinished)
+        made.ledger.go_back(2, 2 * SIZE)
+        made.sampler.buffer.restore({"cursor": 2 * SIZE, "step": 3, "slots": []})
         made.begin(2)
         for step in range(3, STEPS + 1):
             made.step(step)
