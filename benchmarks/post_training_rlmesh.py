@@ -10,6 +10,7 @@ import numpy as np
 from post_training_samples import Ids, RecordedBatch
 from post_training_trl import Settings, StepSeen
 
+from rlmesh import JobInfo, WorkerContext, acting_as
 from rlmesh.rl.algorithms import GRPO, Algorithm
 from rlmesh.rl.drift import DriftAlarm, DriftLimits
 from rlmesh.rl.rewards import Reward
@@ -105,7 +106,7 @@ class LocalRun:
         """Train on one batch; one result per optimizer step."""
         self.actor.reports.clear()
         trainer = self.trainer
-        packs, evaluated = trainer.evaluate(trainer.usable(groups_of(batch)))
+        packs, evaluated = trainer.evaluate(groups_of(batch))
         trainer.train(packs, evaluated, trainer.algorithm.weigh(evaluated))
         trainer.version += 1
         return [StepSeen(report.loss, report.grad_norm) for report in self.actor.reports]
@@ -123,7 +124,7 @@ class LocalTrainer(Trainer):
         self._roles = roles
 
     def group(self, role: str) -> Any:
-        return OneMember(self._roles[role]) if role in self._roles else OneMember(None)
+        return OneMember(self._roles.get(role), role, self.settings)
 
 
 class Mute:
@@ -138,6 +139,7 @@ class LocalTrained(TrainedRole):
 
     def __init__(self, run: Run, model: Any, eps: float) -> None:
         self.run_settings, self.settings = run, getattr(run, self.section)
+        self.who = self.section.upper(), 0
         self.device = next(model.parameters()).device
         self.turns = Turns(leased=False)
         engine: Any = make_engine(run.train, model, self.settings, run.steps)
@@ -204,8 +206,9 @@ class LocalReference(ReferenceRole):
 class OneMember:
     """A group of one member in this process, or of none."""
 
-    def __init__(self, member: Any) -> None:
-        self._member = member
+    def __init__(self, member: Any, role: str, run: Run) -> None:
+        link: Any = None
+        self._member, self._context = member, WorkerContext(JobInfo("local", "local", run), role, 0, 1, link)
 
     def __len__(self) -> int:
         return int(self._member is not None)
@@ -214,8 +217,8 @@ class OneMember:
         return self
 
     def call(self, method: str, *args: Any, _scatter: bool = False) -> Done:
-        result = getattr(self._member, method)(*(arg[0] for arg in args) if _scatter else args)
-        return Done([result])
+        with acting_as(self._context):
+            return Done([getattr(self._member, method)(*(arg[0] for arg in args) if _scatter else args)])
 
 
 class Done:

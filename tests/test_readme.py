@@ -13,6 +13,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text()
 HELLO = ROOT / "examples" / "hello.py"
+CARTPOLE = ROOT / "examples" / "envs" / "cartpole.py"
 
 
 def blocks(language: str) -> list[str]:
@@ -24,8 +25,8 @@ def test_the_readme_and_the_hello_world_stay_short() -> None:
     assert len(HELLO.read_text().splitlines()) <= 25
 
 
-def test_the_readme_shows_the_file() -> None:
-    assert blocks("python") == [HELLO.read_text()]
+def test_the_readme_shows_the_files() -> None:
+    assert blocks("python") == [HELLO.read_text(), CARTPOLE.read_text()]
 
 
 def test_the_readme_shows_the_output(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from rlmesh.rl.balance import fill
 from rlmesh.rl.types import Episode, Turn
 
-__all__ = ["Pack", "Packs", "Segment", "Tokens", "pack"]
+__all__ = ["Pack", "Packs", "Segment", "Tokens", "pack", "same_prompts"]
 
 Index = NDArray[np.int64]
 
@@ -200,6 +200,16 @@ def pack(
         rank = place if lap % 2 == 0 else ranks - 1 - place
         by_rank[rank].append(_build(tokens, [units[i] for i in items]))
     return Packs(tuple(map(tuple, by_rank)), len(tokens.ids))
+
+
+def same_prompts(episodes: Sequence[Episode], groups: Sequence[int]) -> list[int]:
+    """``[episodes]``, numbers for `pack`, equal for episodes of one group whose prompts are equal. An environment may
+    give the episodes of a group different beginnings."""
+    places: dict[tuple[int, bytes], int] = {}
+    return [
+        places.setdefault((group, episode.prompt_ids.tobytes()), len(places))
+        for episode, group in zip(episodes, groups, strict=True)
+    ]
 
 
 def _ranges(starts: Index, lengths: Index) -> Index:

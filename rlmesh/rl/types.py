@@ -149,12 +149,15 @@ class Episode:
             value of the agent.
         outcomes: reward name → outcome.
         extras: the user's data for this episode.
+        failure: the reason why the episode failed, with its place, such as ``"episode 17 turn 3 tool search: no answer
+            in 5 s"``. Each reward of a failed episode is `Failed`. ``""``: it did not fail.
     """
 
     turns: tuple[Turn, ...]
     finish_reason: str = "stop"
     outcomes: Mapping[str, Outcome] = field(default_factory=dict)
     extras: Mapping[str, Any] = field(default_factory=dict)
+    failure: str = ""
 
     def __post_init__(self) -> None:
         if not self.turns or self.turns[0].source != "environment" or not len(self.turns[0]):

@@ -35,7 +35,8 @@ commands:
     timeline  write a job as a trace for Perfetto
     chaos     rehearse the failure of a running job
     prepare   create the parquet files of a well-known data set
-    train     train a language model
+    train     train a language model, or an agent in an environment
+    env       check an environment, record and replay its episodes
     keygen    create a job's key
     version   print the versions of rlmesh and Python
 

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import time
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,18 @@ import numpy as np
 import pytest
 import torch
 
-from rlmesh.envs import EnvRunner, EnvRunnerGroup, ModulePolicy, Policy, PPOConfig, SampleBatch
+from rlmesh.envs import (
+    PPO,
+    EnvRunner,
+    EnvRunnerGroup,
+    ModulePolicy,
+    Policy,
+    PPOConfig,
+    ResultDict,
+    SampleBatch,
+    synchronous_parallel_sample,
+    train_one_step,
+)
 from rlmesh.errors import PeerLost, UsageError
 
 from ..own_time import HANG_S
@@ -247,3 +259,35 @@ def test_a_death_beyond_the_limit_is_an_error() -> None:
         os.kill(pids_of(group)[0], signal.SIGKILL)
         with pytest.raises(PeerLost, match="ENV_RUNNER"):
             group.sample(5)
+
+
+class Noting(PPO):
+    """Notes the episodes that end in its batches, and their rewards."""
+
+    def training_step(self) -> ResultDict:
+        batch = synchronous_parallel_sample(worker_set=self.env_runner_group, max_env_steps=1000)
+        part = batch["default_policy"]
+        self.ended = [*getattr(self, "ended", []), *part["eps_id"][part["dones"]].tolist()]
+        results = train_one_step(self, batch)
+        self.env_runner_group.sync_weights()
+        return results
+
+
+@pytest.mark.soak
+def test_runners_that_are_killed_every_five_seconds_for_a_minute() -> None:
+    config = PPOConfig(Noting).environment("CartPole-v1").env_runners(num_env_runners=2, num_envs_per_env_runner=4)
+    config.training(train_batch_size=1000, minibatch_size=125).debugging(seed=0)
+    reported = kills = 0
+    with config.build() as algorithm:
+        assert isinstance(algorithm, Noting)
+        began = time.monotonic()
+        while (passed := time.monotonic() - began) < 60:
+            if passed > 5 * (kills + 1):
+                os.kill(pids_of(algorithm.env_runner_group)[kills % 2], signal.SIGKILL)
+                kills += 1
+            result = algorithm.train()
+            reported += result["env_runners"]["num_episodes"]
+            assert result["env_runners"]["num_env_steps_sampled"] == 1000
+        assert kills >= 10
+        assert len(algorithm.ended) == len(set(algorithm.ended)) == reported
+        assert algorithm.evaluate()["episode_reward_mean"] > 200

@@ -17,6 +17,7 @@ import pytest
 from rlmesh.errors import UsageError
 from rlmesh.rl.algorithms import GRPO, PPO
 from rlmesh.rl.rewards import Reward
+from rlmesh.rl.trainers import preflight
 from rlmesh.rl.trainers.run import Run
 from rlmesh.rl.trainers.settings import ActorSettings, CriticSettings, RolloutSettings, apply_overrides
 from tests.rl import run_job
@@ -147,6 +148,10 @@ def wrong_length(responses: list[str]) -> list[float]:
     return [0.0] * (len(responses) + 1)
 
 
+def templated(response: str, prompt: str) -> float:
+    raise KeyError(prompt.replace(" ", ""))
+
+
 def raises(response: str) -> float:
     raise KeyError("answer")
 
@@ -167,6 +172,7 @@ def raises(response: str) -> float:
         ({"data": [{"prompts": "a>"}] * 8}, "did you mean prompt_key='prompts'?"),
         ({"data": [{"question": "a>"}] * 8, "prompt_key": "questions"}, "did you mean prompt_key='question'?"),
         ({"rewards": [Reward(is_a), raises], "validation": "/nowhere"}, "validation: "),
+        ({"rewards": [is_a, is_a], "batch_size": 99}, "rewards: 2 are named 'is_a'"),
     ],
 )
 def test_faults_are_told_before_any_process_starts(tiny: Path, changes: dict[str, Any], said: str) -> None:
@@ -195,13 +201,18 @@ def test_faults_of_rewards_and_data_come_together_and_before_torch_is_loaded(tin
         assert said in done.stdout, done.stdout + done.stderr
 
 
-def test_rewards_are_tried_with_the_models_own_tokenizer_if_it_has_no_file(tiny: Path, tmp_path: Path) -> None:
+def test_rewards_that_read_a_prompt_of_messages_are_tried_with_the_template(tiny: Path, tmp_path: Path) -> None:
     for file in tiny.iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes())
     make_tokenizer(tmp_path, template=TEMPLATE)
     rows = [{"prompt": [{"role": "user", "content": "ab"}], "ground_truth": "a"}] * 8
-    with pytest.raises(UsageError, match="reward 'raises' fails on row 0"):
-        small(tmp_path, data=rows, rewards=[raises]).check()
+    with pytest.raises(UsageError, match=r"reward 'templated' fails on row 0 .*KeyError: 'ab>'"):
+        small(tmp_path, data=rows, rewards=[is_a, templated]).check()
+    tried = set[str]()
+    assert not [*preflight._early_reward_faults(small(tmp_path, data=rows, rewards=[is_a, templated]), tried)]
+    assert tried == {"is_a"}
+    found = [*preflight._early_reward_faults(small(tmp_path, data=rows, rewards=[raises]), tried)]
+    assert len(found) == 1 and "reward 'raises' fails on row 0" in found[0]
     small(tmp_path, data=rows).check()
 
 

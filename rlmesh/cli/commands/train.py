@@ -25,7 +25,8 @@ something is wrong with the settings; 130: Ctrl-C ended the training of an agent
 def add_to(commands: Any) -> None:
     """Add the command to ``rlmesh``'s subparsers."""
     parser = commands.add_parser(
-        "train", help="train a language model", description=DESCRIPTION, allow_abbrev=False,
+        "train", help="train a language model, or an agent in an environment", description=DESCRIPTION,
+        allow_abbrev=False,
         usage="rlmesh train CONFIG [--set KEY=VALUE ...] [--check | --fit] [options]\n"
         "       rlmesh train --run NAME --env ID [options]",
     )  # fmt: skip

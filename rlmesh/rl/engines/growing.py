@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from rlmesh import VersionSpans
-from rlmesh.rl.engines.rollout import FinishReason, Sample, SamplingParams
+from rlmesh.rl.engines.rollout import FinishReason, OnTokens, Sample, SamplingParams
 
 __all__ = ["Decode", "Growing", "completes", "decoder"]
 
@@ -50,12 +50,15 @@ class Growing:
         params: of the request.
         row: index of the response in the request.
         decode: for the stop texts of the request.
+        on_tokens: gets the tokens that are added.
     """
 
     def __init__(
-        self, prompt: Sequence[int], params: SamplingParams, row: int = 0, decode: Decode | None = None
-    ) -> None:
+        self, prompt: Sequence[int], params: SamplingParams, row: int = 0, decode: Decode | None = None,
+        on_tokens: OnTokens | None = None,
+    ) -> None:  # fmt: skip
         self.prompt, self.params, self.row, self.decode = list(prompt), params, row, decode
+        self.on_tokens = on_tokens
         self.tokens: list[int] = []
         self.log_probs: list[float] = []
         self.kept_log_mass: list[float] = []
@@ -100,6 +103,8 @@ class Growing:
         self.log_probs += log_probs[:count]
         self.kept_log_mass += kept_log_mass[:count]
         self.spans.add(version, count)
+        if self.on_tokens is not None and count:
+            self.on_tokens(tokens[:count], log_probs[:count])
 
     def finish(self, reason: FinishReason) -> None:
         self.finish_reason = reason

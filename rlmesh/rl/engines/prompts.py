@@ -1,4 +1,4 @@
-"""Checks of an engine's inputs, before anything is sampled. No I/O."""
+"""Checks of an engine's inputs, before anything is sampled, by what the model has. No I/O."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from rlmesh.errors import UsageError
 from rlmesh.rl.engines.rollout import SamplingParams
 
-__all__ = ["checked_params", "checked_rows"]
+__all__ = ["checked_params", "checked_rows", "end_tokens", "vocabulary_of"]
 
 MOST_FAULTS = 5
 
@@ -81,6 +81,23 @@ def checked_params(params: object, *, can_decode: bool = True) -> SamplingParams
             "stop_token_ids"
         )
     return params
+
+
+def vocabulary_of(model: Any) -> int | None:
+    """The number of tokens for which the model has embeddings; None: unknown."""
+    try:
+        return int(model.get_input_embeddings().weight.shape[0])
+    except (AttributeError, NotImplementedError):
+        return None
+
+
+def end_tokens(model: Any) -> list[int]:
+    """The tokens that end a response, of the model's configuration."""
+    for config in (getattr(model, "generation_config", None), getattr(model, "config", None)):
+        ends = getattr(config, "eos_token_id", None)
+        if ends is not None:
+            return list(ends) if isinstance(ends, list | tuple) else [int(ends)]
+    return []
 
 
 def _type(value: object) -> str:

@@ -15,7 +15,7 @@ docs/writing-an-engine.md explains how to write an engine. The module has no tor
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from math import inf
@@ -24,7 +24,7 @@ from typing import Any, Literal, Protocol
 
 from rlmesh import VersionGate, VersionSpans, WeightSink
 
-__all__ = ["FinishReason", "PauseMode", "RolloutEngine", "Sample", "SamplingParams", "SleepLevel"]
+__all__ = ["FinishReason", "OnTokens", "PauseMode", "RolloutEngine", "Sample", "SamplingParams", "SleepLevel"]
 
 PauseMode = Literal["abort", "wait", "keep"]
 """The treatment of running requests in a pause. ``abort``: they end at once. ``wait``: the pause begins when they have
@@ -36,6 +36,10 @@ FinishReason = Literal["stop", "length", "time", "abort"]
 
 SleepLevel = Literal[1, 2]
 """1: weights are moved to the host, caches are dropped. 2: weights are dropped too, and must be pushed again."""
+
+OnTokens = Callable[[Sequence[int], Sequence[float]], None]
+"""Takes the next tokens of a response and their log-probabilities. Called on a thread of the engine: it must not block
+or raise."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,13 +198,18 @@ class RolloutEngine(Protocol):
         """
         ...
 
-    def submit(self, prompt: Sequence[int], params: SamplingParams, *, timeout_s: float = 600.0) -> Future[Sample]:
+    def submit(
+        self, prompt: Sequence[int], params: SamplingParams, *, timeout_s: float = 600.0,
+        on_tokens: OnTokens | None = None,
+    ) -> Future[Sample]:  # fmt: skip
         """Start one request; its future has the sample, or the error of `generate`. Requests of any number of calls are
         sampled together. ``cancel()`` gives a request up.
 
         Args:
             timeout_s: limit for the wait until the request is let in, while the engine is paused or takes weights; for
                 the sample, wait with ``result(timeout)``.
+            on_tokens: gets the tokens as they are sampled, before the future has the sample. vLLM's engine with a loop
+                of its own gives all tokens of a stretch at once, at its end.
 
         Raises:
             UsageError, WeightsNotReady: as for `generate`, at once.

@@ -19,7 +19,6 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -30,8 +29,9 @@ from rlmesh.errors import UsageError, WeightsNotReady, WeightSyncError
 from rlmesh.rl.engines.continuous import ContinuousBatch
 from rlmesh.rl.engines.growing import Growing, decoder
 from rlmesh.rl.engines.lora import LoraOptions, add_adapter
-from rlmesh.rl.engines.prompts import checked_params, checked_rows
-from rlmesh.rl.engines.rollout import PauseMode, Sample, SamplingParams, SleepLevel
+from rlmesh.rl.engines.pending import GivenUp, PendingSample, SampleFuture
+from rlmesh.rl.engines.prompts import checked_params, checked_rows, end_tokens, vocabulary_of
+from rlmesh.rl.engines.rollout import OnTokens, PauseMode, Sample, SamplingParams, SleepLevel
 from rlmesh.rl.engines.sleeping_sink import SleepingSink
 
 __all__ = ["TransformersEngine", "sample_batch"]
@@ -40,44 +40,6 @@ GATE_S = 0.2
 """Seconds after which a wait for the gate is interrupted, to look for requests that were given up."""
 CLOSE_S = 60.0
 """Seconds that `TransformersEngine.close` waits for the thread that samples."""
-
-
-class _GivenUp:
-    """True while requests were given up that the engine has not dropped yet."""
-
-    def __init__(self) -> None:
-        self.some = False
-
-
-class _SampleFuture(Future[Sample]):
-    """A response to come, which says when it is given up: asking each of many futures at each token takes long."""
-
-    def __init__(self, given_up: _GivenUp) -> None:
-        super().__init__()
-        self._given_up = given_up
-
-    def cancel(self) -> bool:
-        cancelled = super().cancel()
-        self._given_up.some |= cancelled
-        return cancelled
-
-
-@dataclass(eq=False)
-class _PendingSample:
-    """A response that somebody waits for."""
-
-    growing: Growing
-    future: Future[Sample]
-    ends_at: float = math.inf
-    """The time at which its time limit ends it; infinite before it has begun, and without a limit."""
-
-    def finish(self) -> None:
-        if self.future.set_running_or_notify_cancel():
-            self.future.set_result(self.growing.sample())
-
-    def fail(self, error: Exception) -> None:
-        if self.future.set_running_or_notify_cancel():
-            self.future.set_exception(error)
 
 
 class TransformersEngine:
@@ -114,7 +76,7 @@ class TransformersEngine:
         given: Any = max_batch
         if isinstance(given, bool) or not isinstance(given, int) or given < 1:
             raise UsageError(f"max_batch={max_batch!r}: it is a whole number ≥ 1")
-        stops = _end_tokens(model) if stop_token_ids is None else list(stop_token_ids)
+        stops = end_tokens(model) if stop_token_ids is None else list(stop_token_ids)
         self.model = model if lora is None else add_adapter(model, lora).eval()
         self.pause_mode, self.keep_cache = pause_mode, keep_cache
         self.gate = VersionGate(who)
@@ -122,19 +84,19 @@ class TransformersEngine:
         self._sink = SleepingSink(self.model, mode, self.gate, lora=lora is not None)
         self._pad, self._clock = pad_token_id, clock
         self._decode = None if tokenizer is None else decoder(tokenizer)
-        self._vocabulary = _vocabulary_of(model)
+        self._vocabulary = vocabulary_of(model)
         self._paused: PauseMode | None = None
         self._asleep: SleepLevel | None = None
         self._closed = False
         self._tokens, self._busy_s = 0, 0.0
-        self._given_up = _GivenUp()
+        self._given_up = GivenUp()
         self._soonest = math.inf
         """The first time at which a time limit ends a response."""
         self._batch = ContinuousBatch(self.model, stop_token_ids=stops, pad=pad_token_id, most_rows=max_batch)
         self._state = threading.Condition()
         """Guards the fields below; notified when a request ends or may be let in."""
-        self._queue: deque[_PendingSample] = deque()
-        self._running: dict[Growing, _PendingSample] = {}
+        self._queue: deque[PendingSample] = deque()
+        self._running: dict[Growing, PendingSample] = {}
         self._draining = False
         """True: no request is let in, and a pause waits for the end of those that were."""
         self._ending = False
@@ -153,8 +115,12 @@ class TransformersEngine:
 
     # Requests.
 
-    def submit(self, prompt: Sequence[int], params: SamplingParams, *, timeout_s: float = 600.0) -> Future[Sample]:
-        return self.submit_all([prompt], [params], timeout_s=timeout_s)[0]
+    def submit(
+        self, prompt: Sequence[int], params: SamplingParams, *, timeout_s: float = 600.0,
+        on_tokens: OnTokens | None = None,
+    ) -> Future[Sample]:  # fmt: skip
+        checked = checked_rows([prompt], self._vocabulary, what="prompt")
+        return self._let_in(checked, [params], timeout_s, on_tokens=on_tokens)[0]
 
     def submit_all(
         self, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams], *, timeout_s: float = 600.0
@@ -180,15 +146,18 @@ class TransformersEngine:
                 future.cancel()
 
     def _let_in(
-        self, prompts: Sequence[list[int]], params: Sequence[SamplingParams], timeout_s: float, *, by_row: bool = False
-    ) -> list[Future[Sample]]:
+        self, prompts: Sequence[list[int]], params: Sequence[SamplingParams], timeout_s: float, *, by_row: bool = False,
+        on_tokens: OnTokens | None = None,
+    ) -> list[Future[Sample]]:  # fmt: skip
         """Queue requests. ``by_row``: they have one seed together, from which each makes one by its row."""
         for each in {id(one): one for one in params}.values():
             checked_params(each, can_decode=self._decode is not None)
         if not prompts:
             return []
         requests = [
-            _PendingSample(Growing(prompt, each, row if by_row else 0, self._decode), _SampleFuture(self._given_up))
+            PendingSample(
+                Growing(prompt, each, row if by_row else 0, self._decode, on_tokens), SampleFuture(self._given_up)
+            )
             for row, (prompt, each) in enumerate(zip(prompts, params, strict=True))
         ]
         deadline = self._clock() + timeout_s
@@ -260,12 +229,12 @@ class TransformersEngine:
             request.finish()
         self._soonest = min((request.ends_at for request in self._running.values()), default=math.inf)
 
-    def _take_out(self, request: _PendingSample) -> None:
+    def _take_out(self, request: PendingSample) -> None:
         del self._running[request.growing]
         self._batch.remove(lambda growing: growing is request.growing)
         self._state.notify_all()
 
-    def _take_out_all(self) -> list[_PendingSample]:
+    def _take_out_all(self) -> list[PendingSample]:
         out = [*self._running.values(), *self._queue]
         self._batch.remove(lambda growing: True)
         self._running.clear()
@@ -414,22 +383,6 @@ class TransformersEngine:
         return self.gate.serving(timeout_s)
 
 
-def _vocabulary_of(model: Any) -> int | None:
-    """The number of tokens for which the model has embeddings; None: unknown."""
-    try:
-        return int(model.get_input_embeddings().weight.shape[0])
-    except (AttributeError, NotImplementedError):
-        return None
-
-
-def _end_tokens(model: nn.Module) -> list[int]:
-    for config in (getattr(model, "generation_config", None), getattr(model, "config", None)):
-        ends = getattr(config, "eos_token_id", None)
-        if ends is not None:
-            return list(ends) if isinstance(ends, list | tuple) else [int(ends)]
-    return []
-
-
 def sample_batch(
     model: Any, prompts: Sequence[Sequence[int]], params: SamplingParams, *, stop_token_ids: Sequence[int],
     pad_token_id: int = 0, max_batch: int = 64, tokenizer: Any = None,
@@ -444,7 +397,7 @@ def sample_batch(
     """
     checked_params(params, can_decode=tokenizer is not None)
     decode = None if tokenizer is None else decoder(tokenizer)
-    checked = checked_rows(prompts, _vocabulary_of(model), what="prompt")
+    checked = checked_rows(prompts, vocabulary_of(model), what="prompt")
     rows = [Growing(prompt, params, row, decode) for row, prompt in enumerate(checked)]
     batch = ContinuousBatch(model, stop_token_ids=stop_token_ids, pad=pad_token_id, most_rows=max_batch)
     waiting = deque(rows)

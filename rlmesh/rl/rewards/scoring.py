@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
@@ -71,6 +72,8 @@ class Rewards:
         self._weights = {reward.name: reward.weight for reward in rewards}
         self.tokenizer, self.examine, self._group = tokenizer, examine, group
         self._pools: dict[float, ScoringPool] = {}
+        self._lock = threading.Lock()
+        """Held while a pool is made, and while an inline function runs: `score` may be called on several threads."""
         self._workers, self._memory_bytes = workers, memory_bytes
 
     def response(self, episode: Episode) -> Response:
@@ -82,16 +85,32 @@ class Rewards:
 
     def score(self, groups: Sequence[Group]) -> list[Group]:
         """The same groups, with the outcome of each reward in their episodes."""
-        responses = [self.response(episode) for group in groups for episode in group.episodes]
-        rows = [group.row for group in groups for _ in group.episodes]
+        every = [(episode, group.row) for group in groups for episode in group.episodes]
+        responses = [self.response(episode) for episode, _ in every if not episode.failure]
+        rows = [row for episode, row in every if not episode.failure]
         outcomes = self.outcomes(responses, rows)
-        for place in np.linspace(0, len(responses) - 1, min(self.examine, len(responses))).round().astype(int):
-            print(_shown(responses[place], rows[place], outcomes[place]), flush=True)
+        self._show(responses, rows, outcomes, self.examine)
         each = iter(outcomes)
-        return [
-            replace(group, episodes=tuple(replace(episode, outcomes=next(each)) for episode in group.episodes))
-            for group in groups
-        ]
+
+        def scored(episode: Episode) -> Episode:
+            failed = dict.fromkeys(self.rewards, Failed(episode.failure)) if episode.failure else None
+            return replace(episode, outcomes=next(each) if failed is None else failed)
+
+        return [replace(group, episodes=tuple(map(scored, group.episodes))) for group in groups]
+
+    def show(self, groups: Sequence[Group], count: int) -> None:
+        """Print responses of scored groups, spread over them."""
+        episodes = [(episode, group.row) for group in groups for episode in group.episodes] if count else []
+        responses = [self.response(episode) for episode, _ in episodes]
+        self._show(responses, [row for _, row in episodes], [episode.outcomes for episode, _ in episodes], count)
+
+    @staticmethod
+    def _show(
+        responses: Sequence[Response], rows: Sequence[Mapping[str, Any]], outcomes: Sequence[Mapping[str, Outcome]],
+        count: int,
+    ) -> None:  # fmt: skip
+        for place in np.linspace(0, len(responses) - 1, min(count, len(responses))).round().astype(int):
+            print(_shown(responses[place], rows[place], outcomes[place]), flush=True)
 
     def outcomes(self, responses: Sequence[Response], rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Outcome]]:
         """Per response, the outcome of each reward by its name."""
@@ -113,7 +132,8 @@ class Rewards:
                 if reward.is_async:
                     coroutines.append((reward, part, arguments))
                 elif reward.inline:
-                    self._here(reward, part, arguments, found)
+                    with self._lock:
+                        self._here(reward, part, arguments, found)
                 elif reward.batched:
                     batch = self._pool(reward.timeout_s).submit_batch(reward.name, len(part), **arguments)
                     pending.append((reward.name, part, batch))
@@ -153,17 +173,18 @@ class Rewards:
         self._pools.clear()
 
     def _pool(self, timeout_s: float) -> ScoringPool:
-        if timeout_s not in self._pools:
-            functions = {
-                reward.name: reward.function
-                for reward in self.rewards.values()
-                if isinstance(reward, Reward)
-                and not (reward.inline or reward.is_async)
-                and reward.timeout_s == timeout_s
-            }
-            self._pools[timeout_s] = ScoringPool(
-                functions, workers=self._workers, timeout_s=timeout_s, memory_bytes=self._memory_bytes
-            )
+        with self._lock:
+            return self._pools.get(timeout_s) or self._new_pool(timeout_s)
+
+    def _new_pool(self, timeout_s: float) -> ScoringPool:
+        functions = {
+            reward.name: reward.function
+            for reward in self.rewards.values()
+            if isinstance(reward, Reward) and not (reward.inline or reward.is_async) and reward.timeout_s == timeout_s
+        }
+        self._pools[timeout_s] = ScoringPool(
+            functions, workers=self._workers, timeout_s=timeout_s, memory_bytes=self._memory_bytes
+        )
         return self._pools[timeout_s]
 
     @staticmethod

@@ -18,6 +18,7 @@ from rlmesh.rl.engines.rollout import RolloutEngine, Sample, SamplingParams
 from rlmesh.rl.packing import Pack
 from rlmesh.rl.roles.actor import ActorRole
 from rlmesh.rl.roles.host_copy import HostCopy
+from rlmesh.rl.roles.playing import PlaysEpisodes
 from rlmesh.rl.roles.reference import REFERENCE, FrozenPolicy
 from rlmesh.rl.roles.rollout import ROLLOUT, engine_params, make_rollout_engine, sample_groups
 from rlmesh.rl.roles.trained import TRAINING
@@ -26,7 +27,7 @@ from rlmesh.rl.rollout.requests import GroupRequest
 __all__ = ["ActorRollout", "ActorRolloutRef"]
 
 
-class ActorRollout(ActorRole):
+class ActorRollout(PlaysEpisodes, ActorRole):
     """One rank of the policy in training, with a rollout engine of its own. See `ActorRole` and `RolloutRole`."""
 
     rollout_engine: RolloutEngine
@@ -39,6 +40,7 @@ class ActorRollout(ActorRole):
         self.turns.add(ROLLOUT, wake=self.rollout_engine.wake, sleep=lambda: self.rollout_engine.sleep(2))
 
     def teardown(self) -> None:
+        self.close_episodes()
         self.rollout_engine.close()
         super().teardown()
 
@@ -67,6 +69,9 @@ class ActorRollout(ActorRole):
         """One sample per prompt. The engine's seed is made of the call's seed and the rank."""
         with self.turns.turn(ROLLOUT):
             return self.rollout_engine.generate(prompts, engine_params(params, current_worker().rank))
+
+    def sampling_engine(self) -> RolloutEngine:
+        return self.rollout_engine
 
     @rpc
     def sample_in_turn(self, requests: Sequence[GroupRequest], params: SamplingParams) -> list[list[Sample]]:

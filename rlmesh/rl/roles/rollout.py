@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from rlmesh import ReceivesWeights, current_worker, rpc
 from rlmesh.rl.engines.rollout import RolloutEngine, Sample, SamplingParams
 from rlmesh.rl.roles.defaults import choose_device, keep_objects, run_settings
+from rlmesh.rl.roles.playing import ROLLOUT, PlaysEpisodes
 from rlmesh.rl.roles.turns import TakesTurns
 from rlmesh.rl.rollout.requests import GroupRequest
 
@@ -19,14 +20,13 @@ if TYPE_CHECKING:
 
 __all__ = ["ROLLOUT", "RolloutRole", "engine_params", "make_rollout_engine"]
 
-ROLLOUT = "rollout"
 SAMPLE_S = 24 * 3600.0
 """Seconds after which responses are given up that no limit of the run has ended."""
 SEEDS = 1009
 """Seeds per call: engine number n takes the n-th of them, so that no two engines and calls share a seed."""
 
 
-class RolloutRole(TakesTurns, ReceivesWeights):
+class RolloutRole(PlaysEpisodes, TakesTurns, ReceivesWeights):
     """Samples responses. Override `make_engine` for an engine of your own."""
 
     engine: RolloutEngine
@@ -43,6 +43,7 @@ class RolloutRole(TakesTurns, ReceivesWeights):
         keep_objects()
 
     def teardown(self) -> None:
+        self.close_episodes()
         self.close_weights()
         self.engine.close()
 
@@ -62,6 +63,9 @@ class RolloutRole(TakesTurns, ReceivesWeights):
         """One sample per prompt. Each engine draws from a seed of its own, which the call's seed determines."""
         with self.turns.turn(ROLLOUT):
             return self.engine.generate(prompts, engine_params(params, self.rank))
+
+    def sampling_engine(self) -> RolloutEngine:
+        return self.engine
 
     @rpc(concurrent=4096)
     async def sample(self, requests: Sequence[GroupRequest], params: SamplingParams) -> list[list[Sample]]:
@@ -141,7 +145,7 @@ def make_rollout_engine(run: Run, *, sleeps: bool = False) -> RolloutEngine:
     from rlmesh.rl.engines.vllm.sync_engine import VllmEngine
 
     kinds: dict[str, Any] = {"vllm": VllmEngine, "vllm-async": AsyncVllmEngine}
-    longest = run.max_prompt_tokens + settings.max_tokens
+    longest = run.max_prompt_tokens + run.response_tokens
     asleep: dict[str, Any] = {"enable_sleep_mode": True} if sleeps else {}
     options = {"dtype": "float32", "max_model_len": longest, **asleep, **settings.options}
     engine: RolloutEngine = kinds[settings.engine](run.model, **options)

@@ -63,6 +63,8 @@ class TrainedRole(TakesTurns):
     section: str
     """The name of the role's settings in the run, and of its folder in a checkpoint."""
     engine: TrainingEngine
+    who: tuple[str, int]
+    """Role and rank."""
     saving: tuple[int, Saving] | None = None
     """The checkpoint that was begun last: step of the run, and its progress."""
     begun = False
@@ -71,6 +73,7 @@ class TrainedRole(TakesTurns):
     def setup(self) -> None:
         self.run_settings: Run = run_settings()
         self.settings: ActorSettings = getattr(self.run_settings, self.section)
+        self.who = current_worker().role, current_worker().rank
         self.device = choose_device(self.settings.threads)
         self.own_group = not dist.is_initialized()
         if self.own_group:
@@ -102,8 +105,7 @@ class TrainedRole(TakesTurns):
 
     def train(self, shares: Sequence[Share], loss: Any) -> list[StepReport]:
         """Make an optimizer step on each of this rank's shares of a batch, in each epoch."""
-        here = current_worker()
-        seed_generators(self.run_settings.seed, self.version + 1, (here.role, here.rank))
+        seed_generators(self.run_settings.seed, self.version + 1, self.who)
         reports = []
         for epoch in range(self.settings.epochs):
             if epoch:

@@ -15,6 +15,7 @@ belongs to checkpoints, which do not need the rows after them.
 
 from __future__ import annotations
 
+import logging
 import os
 import queue
 import sqlite3
@@ -32,10 +33,14 @@ from rlmesh.rl.rollout.buffer import GroupSlot
 
 __all__ = ["LEDGER", "Ledger", "LedgerRow", "faults_of", "read_rows"]
 
+logger = logging.getLogger(__name__)
+
 LEDGER = "ledger.sqlite"
 """Name of the file in the run directory."""
 WAIT_S = 60.0
 """Deadline of a wait for the thread that writes, and for a reader's lock."""
+PASSES = (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_FULL)
+"""Errors that may pass, such as a full disk."""
 T = TypeVar("T")
 Work = Callable[[sqlite3.Connection], Any]
 
@@ -105,6 +110,9 @@ class Ledger:
         """An error that nobody waited for: raised by the next wait."""
         self._thread: threading.Thread | None = None
         self._line = 0
+        self._left: list[tuple[Work, Future[Any] | None]] = []
+        """Rows that a full disk did not take."""
+        self._told = False
         try:
             make_file(self.path)
             connection = sqlite3.connect(self.path, timeout=WAIT_S, isolation_level=None, check_same_thread=False)
@@ -143,12 +151,17 @@ class Ledger:
         self._post(lambda connection: connection.execute("INSERT INTO events VALUES (?, ?, ?, ?, ?)", event))
 
     def flush(self) -> None:
-        """Wait until everything so far is written, so that the death of this process cannot lose it.
+        """Wait until everything so far is written, so that the death of this process cannot lose it. If the disk is
+        full, rows wait for room, and training need not: a checkpoint has all that it needs itself.
 
         Raises:
-            OSError, sqlite3.Error: it could not be written.
+            sqlite3.Error: there is another error.
         """
-        self._do(lambda connection: None)
+        try:
+            self._do(lambda connection: None)
+        except sqlite3.OperationalError as error:
+            if error.sqlite_errorcode & 0xFF not in PASSES:
+                raise
 
     def sync(self) -> Future[None]:
         """Make everything so far safe against the death of the machine; the future is done when it is."""
@@ -232,7 +245,9 @@ class Ledger:
                 self._carry_out(connection, [one for one in batch if one is not None])
 
     def _carry_out(self, connection: sqlite3.Connection, batch: list[tuple[Work, Future[Any] | None]]) -> None:
-        """Do all work in one transaction. An error fails the futures of the batch, or else the next wait."""
+        """Do all work in one transaction, with what a full disk has left over. Another error fails the futures of the
+        batch, or else the next wait."""
+        batch = self._left + batch
         results = []
         try:
             connection.execute("BEGIN IMMEDIATE")
@@ -244,12 +259,18 @@ class Ledger:
         except Exception as error:
             if connection.in_transaction:
                 connection.execute("ROLLBACK")
+            passes = isinstance(error, sqlite3.OperationalError) and error.sqlite_errorcode & 0xFF in PASSES
             waiting = [future for _, future in batch if future is not None]
+            self._left = [(work, None) for work, future in batch if passes and future is None]
+            if passes and not self._told:
+                self._told = True
+                logger.warning("%s cannot be written, and training goes on: %s; it is tried again", self.path, error)
             for future in waiting:
                 future.set_exception(error)
-            if not waiting:
+            if not waiting and not passes:
                 self._error = error
             return
+        self._left = []
         for future, result in results:
             future.set_result(result)
 

@@ -11,6 +11,8 @@ from rlmesh import current_worker
 from rlmesh.rl.data.loader import PromptLoader
 from rlmesh.rl.rewards.process_pool import PROCESS_DIED
 from rlmesh.rl.rollout.buffer import SampleBuffer
+from rlmesh.rl.rollout.episodes.engines import EpisodeEngines
+from rlmesh.rl.rollout.episodes.plan import EpisodePlan
 from rlmesh.rl.rollout.judging import judge
 from rlmesh.rl.rollout.ledger import Ledger
 from rlmesh.rl.rollout.requests import Engines
@@ -146,4 +148,5 @@ class RunSampling:
 
 def role_engines(run: Run, group: Any, *, in_turn: bool) -> RoleEngines:
     """The engines of a run's role, with the run's parameters of sampling."""
-    return RoleEngines(group, run.rollout.params(greedy=False), in_turn=in_turn)
+    kind = RoleEngines if EpisodePlan.of(run) is None else EpisodeEngines
+    return kind(group, run.rollout.params(greedy=False), in_turn=in_turn)

@@ -13,7 +13,7 @@ import torch
 from rlmesh.rl.algorithms.protocol import Evaluated, Normalisers, TokenWeights
 from rlmesh.rl.components import Columns
 from rlmesh.rl.engines.training.packed import EMPTY
-from rlmesh.rl.packing import Packs, pack
+from rlmesh.rl.packing import Packs, pack, same_prompts
 from rlmesh.rl.roles.trained import Share
 from rlmesh.rl.types import Episode, Group, Outcome, Score
 
@@ -35,7 +35,8 @@ def packs_of(
     edges = np.searchsorted(groups, [count * number // minibatches for number in range(minibatches + 1)])
     found = []
     for start, end in pairwise(edges.tolist()):
-        own = pack(episodes[start:end], groups=groups[start:end], token_budget=token_budget, ranks=ranks)
+        part = episodes[start:end]
+        own = pack(part, groups=same_prompts(part, groups[start:end]), token_budget=token_budget, ranks=ranks)
         moved = (tuple(replace(one, rows=one.rows + start) for one in by_rank) for by_rank in own.by_rank)
         found.append(replace(own, by_rank=tuple(moved)))
     return found

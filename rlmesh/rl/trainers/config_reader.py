@@ -15,7 +15,7 @@ from typing import Any, get_args, get_origin, get_type_hints
 from rlmesh.errors import UsageError
 from rlmesh.rl.rewards.model import RewardModel
 from rlmesh.rl.rewards.reward import Reward
-from rlmesh.rl.trainers.named import find_algorithm, find_reward
+from rlmesh.rl.trainers.named import find_algorithm, find_reward, imported_parts
 from rlmesh.rl.trainers.preflight import QUICK, quick_faults
 from rlmesh.rl.trainers.run import Run
 from rlmesh.rl.trainers.settings import checked, keys_of, kind_named, parsed, unknown_key
@@ -109,7 +109,7 @@ class _SettingsReader:
         if values.get("rewards", "?") == []:
             self.faults.append("rewards: give at least one reward")
         rest = {key: value for key, value in values.items() if key not in ("algorithm", "rewards")}
-        arguments = self.arguments(Run, rest, "")
+        arguments = self.arguments(Run, imported_parts(rest, self.faults), "")
         missing = [key for key in REQUIRED if values.get(key) is None]
         self.faults += [f"{key} is missing: {_MEANING[key]}" for key in missing]
         found = dict(arguments)

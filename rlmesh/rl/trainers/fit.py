@@ -158,7 +158,7 @@ class _Shapes:
             self.weights = _bytes_of(model)
             self.vocabulary = model.get_output_embeddings().weight.shape[0]
         self.rows = -(-run.batch_size * run.algorithm.samples // run.rollout.engines)
-        self.length = run.max_prompt_tokens + run.rollout.max_tokens
+        self.length = run.max_prompt_tokens + run.response_tokens
         self.per_rank = -(-run.batch_size * run.algorithm.samples * self.length // run.actor.ranks)
 
     @contextmanager
@@ -192,9 +192,7 @@ class _Shapes:
     def inputs(self, tokens: int, count: TensorCount) -> PackedInputs:
         """The fullest pack of at most ``tokens`` tokens."""
         run = self.run
-        pack = fullest_pack(
-            tokens, run.max_prompt_tokens, run.rollout.max_tokens, run.algorithm.samples, run.batch_size
-        )
+        pack = fullest_pack(tokens, run.max_prompt_tokens, run.response_tokens, run.algorithm.samples, run.batch_size)
         with count:
             return PackedInputs(pack, self.device)
 

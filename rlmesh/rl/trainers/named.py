@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from difflib import get_close_matches
 from importlib import import_module
 from typing import Any
 
 from rlmesh.errors import UsageError
 
-__all__ = ["ALGORITHMS", "REWARDS", "find_algorithm", "find_reward", "imported"]
+__all__ = ["ALGORITHMS", "REWARDS", "find_algorithm", "find_reward", "imported", "imported_parts"]
 
 ALGORITHMS = {
     "grpo": "rlmesh.rl.algorithms:GRPO",
@@ -57,6 +58,31 @@ def find_reward(name: str) -> Any:
             raise UsageError(f"there is no reward {name!r}{_nearest(name, REWARDS)}")
         name = REWARDS[name]
     return imported(name)
+
+
+def imported_parts(values: Mapping[str, Any], faults: list[str]) -> dict[str, Any]:
+    """Settings in which environment, agent and tools are objects instead of ``module:name``; faults are collected."""
+    found = dict(values)
+
+    def part(given: Any, place: str) -> Any:
+        if not isinstance(given, str):
+            return given
+        try:
+            if ":" not in given:
+                raise UsageError(f"{given!r}: write module:name")
+            return imported(given)
+        except UsageError as error:
+            faults.append(f"{place}: {error}")
+            return None
+
+    for key in ("environment", "agent"):
+        if key in found:
+            found[key] = part(found[key], key)
+    if isinstance(tools := found.get("tools"), str | list | tuple):
+        listed = [tools] if isinstance(tools, str) else tools
+        made = [part(one, f"tools[{place}]") for place, one in enumerate(listed)]
+        found["tools"] = [one for one in made if one is not None]
+    return found
 
 
 def imported(name: str) -> Any:

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 from rlmesh.errors import UsageError
 from rlmesh.rl.data.dataset import require_prompt
 from rlmesh.rl.data.files import expand, read_rows
+from rlmesh.rl.rewards.reward import Reward
 
 if TYPE_CHECKING:
     from rlmesh.rl.rewards.model import RewardModel
-    from rlmesh.rl.rewards.reward import Reward
     from rlmesh.rl.trainers.run import Run
 
 __all__ = ["QUICK", "check", "quick_faults"]
@@ -23,6 +23,8 @@ TOKENIZER_FILES = (
 )  # fmt: skip
 QUICK = ("model", "data", "validation", "batch_size", "max_prompt_tokens", "prompt_key")
 """The settings that `quick_faults` looks at."""
+READ_PROMPTS = {"prompt", "prompts", "sample", "samples"}
+"""The inputs of a reward function that have the text of the prompt."""
 READ_BYTES = 32 * 2**20
 """Data files up to this size are read before the tokenizer is loaded."""
 
@@ -37,15 +39,17 @@ def check(run: Run) -> str:
     Raises:
         UsageError: lists all faults, with the row where a row is at fault.
     """
-    faults = [*quick_faults(**{name: getattr(run, name) for name in QUICK}), *_names_that_occur_twice(run.scored)]
-    tried, counts = [False], list[str]()
-    faults += _early_reward_faults(run, tried)
+    twice = [*_names_that_occur_twice(run.scored)]
+    faults = [*quick_faults(**{name: getattr(run, name) for name in QUICK}), *twice]
+    tried, counts = set[str](), list[str]()
+    if not twice:
+        faults += _early_reward_faults(run, tried)
     if run.restore is not None or run.restore_parts != ("weights",):
         from rlmesh.rl.checkpoints.restoring import restore_faults  # loads torch
 
         faults += restore_faults(run)
     if not faults:
-        faults = [*_slow_faults(run, counts, with_functions=not tried[0])]
+        faults = [*_slow_faults(run, counts, tried)]
     if faults:
         raise UsageError("the run cannot start:\n  " + "\n  ".join(faults))
     return "; ".join(counts)
@@ -190,26 +194,29 @@ def _all_too_long(rows: Sequence[Any], folder: Path, longest: int, key: str) -> 
     return bool(rows)
 
 
-def _early_reward_faults(run: Run, tried: list[bool]) -> Iterator[str]:
-    """One sentence per reward function that fails on row 0; ``tried`` becomes true if they could be tried.
+def _early_reward_faults(run: Run, tried: set[str]) -> Iterator[str]:
+    """One sentence per reward function that fails on row 0; the names of those that could be tried go to ``tried``.
 
-    They are tried if row 0 is at hand with a text as prompt, and the tokenizer has a file of its own.
+    They are tried if row 0 is at hand, and the tokenizer has a file of its own. Chat messages become a prompt by a
+    template only, so functions that read the prompt are tried later then.
     """
     import numpy as np
 
     from rlmesh.rl.data.dataset import Prompt
 
     try:
-        row = _rows(run.data)[0] if not isinstance(run.data, Mapping) else {}
-        text = row.get(run.prompt_key)
-        if not isinstance(text, str):
-            return
-        tokenizer = _TokenizerFile(Path(run.model).expanduser())
-        ids = tokenizer.encode(text)
-    except (UsageError, OSError, ValueError, IndexError, KeyError, TypeError, ImportError):  # another check reports it
-        return
-    tried[0] = True
-    yield from _function_faults(run.scored, tokenizer, Prompt(np.asarray(ids or [0], np.int32), row, 0))
+        row = _rows(next(iter(run.data)) if isinstance(run.data, Mapping) else run.data)[0]
+        prompt, tokenizer = row.get(run.prompt_key), _TokenizerFile(Path(run.model).expanduser())
+        ids = tokenizer.encode(prompt) if isinstance(prompt, str) else []
+    except (UsageError, OSError, ValueError, LookupError, StopIteration, TypeError, ImportError):
+        return  # another check reports it
+    functions = [
+        one for one in run.scored if isinstance(one, Reward) and (ids or READ_PROMPTS.isdisjoint(one.wanted()))
+    ]
+    tried.update(one.name for one in functions)
+    yield from _function_faults(
+        functions, tokenizer, Prompt(np.asarray(ids or [0], np.int32), row, 0), _extras(run, row)
+    )
 
 
 def _has_no_template(folder: Path) -> bool:
@@ -226,10 +233,12 @@ def _names_that_occur_twice(rewards: Sequence[Reward | RewardModel]) -> Iterator
         yield f"rewards: {names.count(name)} are named {name!r}; give each a name of its own"
 
 
-def _slow_faults(run: Run, counts: list[str], *, with_functions: bool) -> Iterator[str]:
-    """One sentence per fault that needs the tokenizer; the numbers of rows go to ``counts``."""
+def _slow_faults(run: Run, counts: list[str], tried: set[str]) -> Iterator[str]:
+    """One sentence per fault that needs the tokenizer; the numbers of rows go to ``counts``. Rewards of ``tried`` are
+    not tried again."""
     from rlmesh.rl.data.loader import PromptLoader
     from rlmesh.rl.rewards.scoring import unscored
+    from rlmesh.rl.rollout.episodes.plan import EpisodePlan
 
     try:
         tokenizer = _tokenizer(run)
@@ -239,13 +248,18 @@ def _slow_faults(run: Run, counts: list[str], *, with_functions: bool) -> Iterat
     try:
         data = run.dataset(tokenizer)
         counts.append(f"data: {data.counts}")
-        if with_functions:
-            yield from _function_faults(run.scored, tokenizer, data[0])
+        yield from _function_faults(
+            [one for one in run.scored if one.name not in tried], tokenizer, data[0], _extras(run, data[0].row)
+        )
         for model in run.reward_models:
             if model.scores(data[0].row):
                 yield from (f"reward model {model.name!r}: {fault}" for fault in model.faults(tokenizer, data[0].row))
         yield from unscored(run.scored, data)
         PromptLoader(data, run.batch_size)
+        if (plan := EpisodePlan.of(run)) is not None:
+            yield from plan.slow_faults(tokenizer, data[0].row)
+            longest = 0 if run.agent is not None else max(len(data[place].ids) for place in range(len(data)))
+            yield from plan.length_faults(longest, _positions(run.model))
     except (UsageError, OSError, ValueError) as error:
         yield f"data: {error}"
     if run.validation is not None:
@@ -253,6 +267,14 @@ def _slow_faults(run: Run, counts: list[str], *, with_functions: bool) -> Iterat
             counts.append(f"validation: {run.dataset(tokenizer, run.validation).counts}")
         except (UsageError, OSError, ValueError) as error:
             yield f"validation: {error}"
+
+
+def _positions(model: str) -> int | None:
+    """The most tokens of a text that the model is made for; None: unknown."""
+    from transformers import AutoConfig
+
+    found = getattr(AutoConfig.from_pretrained(model), "max_position_embeddings", None)
+    return found if isinstance(found, int) else None
 
 
 def _tokenizer(run: Run) -> Any:
@@ -268,17 +290,26 @@ def _tokenizer(run: Run) -> Any:
         ) from error
 
 
-def _function_faults(rewards: Sequence[Reward | RewardModel], tokenizer: Any, prompt: Any) -> Iterator[str]:
+def _extras(run: Run, row: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The extras of an episode, which rewards may read."""
+    from rlmesh.rl.rollout.episodes.plan import EpisodePlan
+
+    plan = EpisodePlan.of(run)
+    return {} if plan is None else plan.extras_of(row)
+
+
+def _function_faults(
+    rewards: Sequence[Reward | RewardModel], tokenizer: Any, prompt: Any, extras: Mapping[str, Any]
+) -> Iterator[str]:
     """One sentence per reward function that fails on row 0, with a response of one end token."""
     import numpy as np
 
-    from rlmesh.rl.rewards.reward import Reward
     from rlmesh.rl.rewards.scoring import Rewards
     from rlmesh.rl.types import Episode, Failed, Turn
 
     end = tokenizer.eos_token_id if tokenizer.eos_token_id is not None else 0
     turn = Turn(np.asarray([end], np.int32), "policy", np.zeros(1, np.float32), version_spans=((0, 0, 1),))
-    episode = Episode((Turn.said(prompt.ids), turn))
+    episode = Episode((Turn.said(prompt.ids), turn), extras=dict(extras))
     functions = [one for one in rewards if isinstance(one, Reward) and one.scores(prompt.row)]
     if not functions:
         return

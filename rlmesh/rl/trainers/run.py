@@ -26,6 +26,8 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 from rlmesh.errors import UsageError
 from rlmesh.rl.rewards.model import RewardModel
 from rlmesh.rl.rewards.reward import Reward
+from rlmesh.rl.rollout.episodes.plan import EpisodePlan
+from rlmesh.rl.rollout.episodes.settings import EpisodeSettings
 from rlmesh.rl.rollout.pipeline import Pipeline
 from rlmesh.rl.trainers.settings import (
     ActorSettings,
@@ -88,6 +90,11 @@ class Run:
         train: the training engine: ``ddp``, ``fsdp2``, ``zero1``, ``zero2`` or ``zero3``.
         actor: the policy in training.
         rollout: the engines that sample; a text names the engine.
+        environment: a class or function that makes a `TextEnvironment` for each episode.
+        tools: functions, or `Tool` objects, that the policy may call.
+        agent: a function that plays an episode by requests to an endpoint of OpenAI's form. A run has an environment,
+            tools, an agent, or none: then each prompt gets one response.
+        episode: limits of episodes of several turns.
         critic: the value function in training, for an algorithm that needs one.
         placement: the devices of the roles. ``"separate"``: each member has one of its own. ``"shared"``: all roles
             share all devices, and take turns. ``"fused"``: one process per device trains, samples and keeps the
@@ -125,6 +132,10 @@ class Run:
     train: Engine = "ddp"
     actor: ActorSettings = field(default_factory=ActorSettings)
     rollout: RolloutSettings = field(default_factory=RolloutSettings)
+    environment: Any = None
+    tools: Sequence[Any] = ()
+    agent: Any = None
+    episode: EpisodeSettings = field(default_factory=EpisodeSettings)
     critic: CriticSettings = field(default_factory=CriticSettings)
     placement: Placement = "auto"
     devices_per_node: int = 0
@@ -192,16 +203,18 @@ class Run:
 
     def _faults(self) -> Iterator[str]:
         yield from wrong_types(self, "")
-        for name, section in (("actor", self.actor), ("critic", self.critic), ("rollout", self.rollout)):
-            if not dataclasses.is_dataclass(section):
+        for name in ("actor", "critic", "rollout", "episode"):
+            section: Any = getattr(self, name)
+            if not dataclasses.is_dataclass(section) or isinstance(section, type):
                 yield f"{name}={section!r} must be settings of its own"
                 continue
             bad = [*wrong_types(section, f"{name}.")]
-            yield from bad or (f"{name}.{fault}" for fault in section.faults())
+            yield from bad or (f"{name}.{fault}" for fault in getattr(self, name).faults())
         for name in ("actor", "critic"):
             count, size = getattr(getattr(self, name), "minibatches", 1), getattr(self, "batch_size", 1)
             if checked(count, int) and checked(size, int) and count > size >= 1:
                 yield f"{name}.minibatches={count} must be ≤ batch_size={self.batch_size}"
+        yield from EpisodePlan.faults(self)
         if not self.rewards:
             yield "rewards: give at least one reward"
         if isinstance(self.pipeline, str):
@@ -275,10 +288,17 @@ class Run:
         from rlmesh.rl.data.loader import load_prompts
 
         chosen = self.data if data is None else data
+        plan = EpisodePlan.of(self)
+        tools = {"tools": [tool.schema for tool in plan.tools]} if plan is not None and plan.tools else {}
         return load_prompts(
             chosen, tokenizer, seed=self.seed, prompt_key=self.prompt_key, max_prompt_tokens=self.max_prompt_tokens,
-            template=self.template,
+            template={**tools, **self.template},
         )  # fmt: skip
+
+    @property
+    def response_tokens(self) -> int:
+        """The most tokens that follow a prompt in an episode."""
+        return self.rollout.max_tokens if EpisodePlan.of(self) is None else self.episode.max_tokens
 
     def job(self) -> DLJob:
         """The job of this run: the trainer, and the roles that its settings ask for."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
@@ -15,7 +15,15 @@ import numpy as np
 import torch
 
 from rlmesh import RoleGroup, WeightSync, current_worker
-from rlmesh.errors import CallError, SourceRestarted, UsageError, WeightsNotReady, WeightSyncError
+from rlmesh.errors import (
+    CallError,
+    CallRejected,
+    PeerLost,
+    SourceRestarted,
+    UsageError,
+    WeightsNotReady,
+    WeightSyncError,
+)
 from rlmesh.rl.algorithms.protocol import Evaluated, TokenWeights
 from rlmesh.rl.checkpoints.resuming import SUMMARY, TrainerCheckpoints, finished_steps
 from rlmesh.rl.checkpoints.state import seed_generators
@@ -26,6 +34,8 @@ from rlmesh.rl.packing import Packs, Tokens
 from rlmesh.rl.rewards.reward import Reward
 from rlmesh.rl.rewards.scoring import Rewards
 from rlmesh.rl.roles.defaults import keep_objects, run_settings
+from rlmesh.rl.rollout.episodes.plan import EpisodePlan
+from rlmesh.rl.rollout.episodes.spreading import EpisodeSpread, episode_metrics, tell_failures
 from rlmesh.rl.rollout.role_engines import OwnSampling
 from rlmesh.rl.rollout.run_sampling import RunSampling, role_engines
 from rlmesh.rl.trainers.batches import joined, lengths_of, matrix_of, packs_of, shares_of, value_metrics, values_of
@@ -53,8 +63,8 @@ class Trainer:
         self.algorithm = self.settings.algorithm
         self.holder: Any = None
         self.rewards = Rewards(
-            self.settings.scored, self.tokenizer, workers=self.settings.reward_workers, examine=self.settings.examine,
-            group=self.group,
+            self.settings.scored, self.tokenizer, workers=self.settings.reward_workers,
+            examine=self.settings.examine if self.settings.schedule.drains else 0, group=self.group,
         )  # fmt: skip
         self.validation_rewards = self.rewards
         data = self.settings.dataset(self.tokenizer)
@@ -117,8 +127,13 @@ class Trainer:
         began = time.perf_counter()
         seed_generators(self.settings.seed, step, ("TRAINER",))
         groups = self.buffer.take(step)
+        if not self.settings.schedule.drains:  # groups are scored one by one
+            self.rewards.show(groups, self.settings.examine)
         packs, batch = self.evaluate(groups)
         metrics = self.rewards.metrics(groups) | lengths_of(groups)
+        if self.episodes is not None:
+            tell_failures(groups)
+            metrics |= episode_metrics(groups)
         metrics |= self.train(packs, batch, self.algorithm.weigh(batch))
         self.version = step
         self.buffer.trained(step)
@@ -138,6 +153,14 @@ class Trainer:
             if own else role_engines(run, self.group("ROLLOUT") or self.actor, in_turn=in_turn),
             background=run.schedule.staleness > 0 and not in_turn and not own, revive=self.push_again,
         )  # fmt: skip
+
+    def play(
+        self, prompts: Sequence[list[int]], rows: Sequence[Mapping[str, Any]], *, greedy: bool = False, seed: int = 0
+    ) -> list[list[Episode]]:
+        """The episodes of each prompt: one, or one per branch that an agent opened."""
+        if self.episodes is None:
+            return [[episode] for episode in self.generate(prompts, greedy=greedy, seed=seed)]
+        return self.episodes.make(prompts, rows, self.settings.rollout.params(greedy=greedy, seed=seed))
 
     def generate(self, prompts: Sequence[list[int]], *, greedy: bool = False, seed: int = 0) -> list[Episode]:
         """One episode per prompt, sampled or greedy. The prompts are spread over the engines."""
@@ -224,8 +247,9 @@ class Trainer:
 
     def greedy_outcomes(self, groups: Sequence[Group]) -> list[Outcome]:
         """The reward of a greedy response to each group's prompt."""
-        episodes = self.generate([group.episodes[0].prompt_ids.tolist() for group in groups], greedy=True)
-        made = [Group(group.key, (one,), group.row) for group, one in zip(groups, episodes, strict=True)]
+        prompts, rows = [group.episodes[0].prompt_ids.tolist() for group in groups], [group.row for group in groups]
+        episodes = self.play(prompts, rows, greedy=True)
+        made = [Group(group.key, (one[0],), group.row) for group, one in zip(groups, episodes, strict=True)]
         return [self.rewards.total(episode) for episode in Group.episodes_of(self.score(self.rewards, made))]
 
     def ask(self, role: Any, method: str, packs: Packs, *given: Any) -> Any:
@@ -281,15 +305,7 @@ class Trainer:
             self.hold(self.actor)
             self.actor.call("publish", self.version).result()
             return
-        for attempt in range(PUSHES):
-            self.hold(self.engines)
-            try:
-                self.weight_sync.push(self.version).result()
-                return
-            except WeightSyncError as error:
-                if error.receiver is None or attempt == PUSHES - 1:
-                    raise
-                self.hold(None)  # An engine was lost during the push. The next push waits for its return.
+        self._push(lambda: self.weight_sync.push(self.version).result())
 
     def push_again(self) -> None:
         """Push the current version to the engines that do not serve it."""
@@ -297,8 +313,22 @@ class Trainer:
         if self.engines is self.actor:
             self.publish()
         else:
+            self._push(self.weight_sync.catch_up)
+
+    def _push(self, push: Callable[[], object]) -> None:
+        """Make a push, and make it again if an engine is lost meanwhile: the next attempt waits for its return."""
+        for attempt in range(PUSHES):
             self.hold(self.engines)
-            self.weight_sync.catch_up()
+            try:
+                push()
+                return
+            except SourceRestarted:
+                raise
+            except WeightSyncError as error:
+                lost = error.receiver is not None or isinstance(error.__cause__, PeerLost | CallRejected)
+                if not lost or attempt == PUSHES - 1:
+                    raise
+                self.hold(None)
 
     def finish(self, step: int, metrics: dict[str, float]) -> None:
         """Validate and report, note on disk that the step is done, and complete its checkpoint."""
@@ -325,9 +355,10 @@ class Trainer:
         if self.settings.validation is None:
             return {}
         prompts = list(self._validation)
-        episodes = self.generate([prompt.ids.tolist() for prompt in prompts], greedy=True)
+        rows = [prompt.row for prompt in prompts]
+        episodes = self.play([prompt.ids.tolist() for prompt in prompts], rows, greedy=True)
         groups = [
-            Group((0, prompt.index), (episode,), prompt.row) for prompt, episode in zip(prompts, episodes, strict=True)
+            Group((0, prompt.index), (one[0],), prompt.row) for prompt, one in zip(prompts, episodes, strict=True)
         ]
         found = self.validation_rewards.metrics(self.score(self.validation_rewards, groups))
         return {f"val/{name}": value for name, value in found.items()}
@@ -371,6 +402,12 @@ class Trainer:
     def engines(self) -> Any:
         """The members that sample: those of the actor if the job has no others (`ActorRollout`)."""
         return self.group("ROLLOUT").options(idempotent=True) or self.actor
+
+    @cached_property
+    def episodes(self) -> EpisodeSpread | None:
+        """Plays episodes of several turns; None if each prompt gets one response."""
+        plan = EpisodePlan.of(self.settings)
+        return None if plan is None else EpisodeSpread(self.engines, self.push_again)
 
     @cached_property
     def reference(self) -> Any:

@@ -3,7 +3,9 @@ from __future__ import annotations
 import asyncio
 import math
 import os
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -195,3 +197,38 @@ def test_a_row_without_what_the_function_wants_is_told() -> None:
 def test_options_reach_the_function(score: Any) -> None:
     found, _ = score([Reward(gsm8k.compute_score, options={"method": "flexible"})], [group("it is 4")])
     assert found[0]["gsm8k"] == Score(1.0)
+
+
+def test_scored_groups_are_shown_later_as_they_would_be_at_once(score: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    groups = [group("4", "five", key=0), group("six", "4", key=1)]
+    _, scorer = score([Reward(lengths, name="length", inline=True)], groups, examine=3)
+    at_once = capsys.readouterr().out
+    assert at_once.count("[response]") == 3
+    scorer.examine = 0
+    scored = scorer.score(groups)
+    assert capsys.readouterr().out == ""
+    scorer.show(scored, 3)
+    assert capsys.readouterr().out == at_once
+
+
+def test_several_threads_may_score(score: Any) -> None:
+    """One pool is made for all, and inline functions run one at a time."""
+    inside: list[int] = []
+    most: list[int] = []
+
+    def inline(response: str) -> float:
+        inside.append(1)
+        time.sleep(0.005)
+        most.append(len(inside))
+        inside.pop()
+        return float(len(response))
+
+    rewards = [Reward(inline, inline=True), Reward(gsm8k.compute_score, name="answer")]
+    scorer = Rewards(rewards, Letters(), workers=1)
+    try:
+        with ThreadPoolExecutor(4) as pool:
+            found = list(pool.map(lambda number: scorer.score([group("a" * number, key=number)]), range(1, 9)))
+        assert [one[0].episodes[0].outcomes["inline"] for one in found] == [Score(float(n)) for n in range(1, 9)]
+        assert max(most) == 1 and len(scorer._pools) == 1
+    finally:
+        scorer.close()

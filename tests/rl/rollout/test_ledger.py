@@ -8,8 +8,9 @@ import sqlite3
 import stat
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -128,6 +129,25 @@ def test_an_error_of_the_thread_is_raised_by_the_next_wait(ledger: Ledger, tmp_p
     with pytest.raises(sqlite3.OperationalError, match="no such table"):
         for _ in range(2):
             ledger.flush()
+
+
+def test_a_full_disk_delays_rows_and_stops_nobody(
+    ledger: Ledger, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def limit(pages: int) -> Callable[[sqlite3.Connection], Any]:
+        return lambda connection: connection.execute(f"PRAGMA max_page_count = {pages}").fetchall()
+
+    ledger._do(limit(1))  # which means: as many as there are, so that the file cannot grow
+    buffer = SampleBuffer(2, 0, 200, record=ledger.record)
+    for step in range(1, 101):
+        train(buffer, step)
+        ledger.flush()
+    assert len(list(read_rows(tmp_path / LEDGER))) < 200
+    assert [record.message for record in caplog.records if "training goes on" in record.message] != []
+    assert sum("training goes on" in record.message for record in caplog.records) == 1, "it is told once"
+    ledger._left.insert(0, (limit(10_000), None))
+    ledger.flush()
+    assert len(list(read_rows(tmp_path / LEDGER))) == 200 and faults_of(tmp_path / LEDGER) == []
 
 
 WRITER = """

@@ -6,10 +6,12 @@ import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from rlmesh.errors import PeerLost, SourceRestarted, StaleIncarnation, WeightSyncError
 from rlmesh.rl.algorithms import GRPO
 from rlmesh.rl.rewards import Reward
 from rlmesh.rl.rollout.ledger import LEDGER, faults_of, read_rows
@@ -73,6 +75,43 @@ def test_dynamic_sampling_keeps_the_batch_whole(model: Path, tmp_path: Path) -> 
     assert faults_of(tmp_path / "run" / LEDGER) == []
     dropped = [row for row in read_rows(tmp_path / "run" / LEDGER) if row.state == "dropped"]
     assert dropped and sum(report["buffer/dropped"] for report in found.values()) == len(dropped)
+
+
+def lost(cause: Exception | None, receiver: str | None = None) -> WeightSyncError:
+    error = WeightSyncError("nothing was committed")
+    error.receiver, error.__cause__ = receiver, cause
+    return error
+
+
+@pytest.mark.parametrize(
+    ("error", "again"),
+    [
+        (lost(None, "ROLLOUT:1"), True),
+        (lost(StaleIncarnation("it was restarted since")), True),
+        (lost(PeerLost("killed by SIGKILL")), True),
+        (lost(ValueError("no such tensor")), False),
+        (lost(None), False),
+        (SourceRestarted("the actor lost its training"), False),
+    ],
+)
+def test_a_push_is_made_again_if_an_engine_was_lost(error: Exception, again: bool) -> None:
+    trainer: Any = SimpleNamespace(hold=lambda role: None, engines="engines")
+    pushes: list[int] = []
+
+    def push() -> None:
+        pushes.append(1)
+        if len(pushes) == 1 or not again:
+            raise error
+
+    if again:
+        Trainer._push(trainer, push)
+        assert len(pushes) == 2
+        with pytest.raises(type(error)):
+            Trainer._push(trainer, lambda: (_ for _ in ()).throw(error))
+    else:
+        with pytest.raises(type(error)):
+            Trainer._push(trainer, push)
+        assert len(pushes) == 1
 
 
 @pytest.mark.slow

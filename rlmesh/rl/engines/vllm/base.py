@@ -24,7 +24,7 @@ from rlmesh import Manifest, VersionGate, WeightSink
 from rlmesh.errors import UsageError, WeightsNotReady, WeightSyncError
 from rlmesh.rl.engines.growing import Decode, Growing, decoder
 from rlmesh.rl.engines.prompts import checked_params, checked_rows
-from rlmesh.rl.engines.rollout import PauseMode, Sample, SamplingParams, SleepLevel
+from rlmesh.rl.engines.rollout import OnTokens, PauseMode, Sample, SamplingParams, SleepLevel
 from rlmesh.rl.engines.vllm.buckets import BucketWriter
 from rlmesh.rl.engines.vllm.requests import RequestBatch
 
@@ -189,9 +189,12 @@ class VllmBase(ABC):
         self._tokens += sum(len(sample.token_ids) for sample in samples)
         return samples
 
-    def submit(self, prompt: Sequence[int], params: SamplingParams, *, timeout_s: float = 600.0) -> Future[Sample]:
+    def submit(
+        self, prompt: Sequence[int], params: SamplingParams, *, timeout_s: float = 600.0,
+        on_tokens: OnTokens | None = None,
+    ) -> Future[Sample]:  # fmt: skip
         prompts, params = checked_rows([prompt], self._vocabulary, what="prompt"), checked_params(params)
-        batch = self._begin(prompts, params, timeout_s)
+        batch = self._begin(prompts, params, timeout_s, on_tokens)
         future: Future[Sample] = Future()
 
         def finish() -> None:
@@ -207,7 +210,9 @@ class VllmBase(ABC):
         future.add_done_callback(lambda done: self._withdraw(batch) if done.cancelled() else None)
         return future
 
-    def _begin(self, prompts: Sequence[list[int]], params: SamplingParams, timeout_s: float) -> RequestBatch:
+    def _begin(
+        self, prompts: Sequence[list[int]], params: SamplingParams, timeout_s: float, on_tokens: OnTokens | None = None
+    ) -> RequestBatch:
         """Give requests to vLLM."""
         if params.time_limit_s is not None:
             raise UsageError(f"{self.gate.who}: time_limit_s is for TransformersEngine; limit max_tokens instead")
@@ -218,7 +223,7 @@ class VllmBase(ABC):
             )
         decode = self._decode() if params.stop else None
         deadline = time.monotonic() + timeout_s
-        batch = RequestBatch([Growing(prompt, params, row, decode) for row, prompt in enumerate(prompts)])
+        batch = RequestBatch([Growing(prompt, params, row, decode, on_tokens) for row, prompt in enumerate(prompts)])
         # The gate is held until the requests are in the engine: from then on a push takes them into account.
         with self._serving(timeout_s):
             try:

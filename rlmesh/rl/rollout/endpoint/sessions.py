@@ -1,0 +1,190 @@
+"""`AgentSession`: the requests of one episode's agent, matched to the recorded turns."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from rlmesh.errors import UsageError
+from rlmesh.rl.engines.rollout import Sample, SamplingParams
+from rlmesh.rl.rollout.endpoint.openai_requests import CompletionRequest, RequestRefused, template_message
+from rlmesh.rl.rollout.episodes.chat_spans import ChatSpans
+from rlmesh.rl.rollout.episodes.recording import RecordedTurn, Recording
+from rlmesh.rl.rollout.episodes.settings import EpisodeSettings
+from rlmesh.rl.rollout.episodes.tasks import EpisodeTask
+
+__all__ = ["AgentSession", "TurnBegun"]
+
+logger = logging.getLogger(__name__)
+
+FIXED = ("temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
+"""Fields that the run sets, since a policy must be trained on what it samples."""
+
+_told: set[str] = set()
+
+
+@dataclass(frozen=True, slots=True)
+class TurnBegun:
+    """A request whose turn is being sampled.
+
+    Attributes:
+        parent: the recorded turn that the request continues.
+        before: token ids between that turn and the new one.
+        params: one per choice.
+        place: of the turn, for errors.
+    """
+
+    parent: RecordedTurn
+    before: list[int]
+    params: tuple[SamplingParams, ...]
+    place: str
+
+    @property
+    def ids(self) -> list[int]:
+        """The tokens that the engine continues."""
+        return [*self.parent.ids, *self.before]
+
+
+class AgentSession:
+    """One episode of an agent.
+
+    Args:
+        task: the episode.
+        params: of the run, for each turn.
+        settings: of the run.
+        spans: of the tokenizer.
+        most_tokens: of a branch, the prompt included.
+
+    Attributes:
+        recording: the turns.
+        failure: the place of a turn whose deadline passed; ``""``: none.
+        error: of the engine, which is no fault of the episode.
+        limit: the limit that ended the episode: ``"length"`` or ``"max_turns"``; ``""``: none.
+        quiet_since: when the last answer was given, on the loop's clock; None while a turn is sampled.
+    """
+
+    def __init__(
+        self, task: EpisodeTask, params: SamplingParams, settings: EpisodeSettings, spans: ChatSpans, most_tokens: int
+    ) -> None:
+        self.task, self.settings = task, settings
+        self._params, self._spans, self._most_tokens = params, spans, most_tokens
+        self.recording = Recording()
+        self.failure = self.limit = ""
+        self.error: Exception | None = None
+        self.quiet_since: float | None = asyncio.get_running_loop().time()
+        self.answers: dict[bytes, asyncio.Future[Any]] = {}
+        """The answers so far by the request, for a client that asks again since it got none."""
+        self._sampling = self._begun = 0
+
+    def begin(self, request: CompletionRequest) -> TurnBegun:
+        """Find the turn that a request continues, and tokenise what is new. Ends with `record` or `give_up`.
+
+        Raises:
+            RequestRefused: a limit of the episode is reached, or the history is another than the recorded one.
+        """
+        turn = self._begun + 1
+        if turn + request.count - 1 > self.settings.max_turns:
+            self.limit = self.limit or "max_turns"
+            raise RequestRefused(
+                f"{self.task.name}: it had its {self.settings.max_turns} turns", code="max_turns_exceeded"
+            )
+        parent = self.recording.find(request.given)
+        if request.count > 1 or parent.answers:
+            self._require_branches(request, parent)
+        before = self._tokens_after(parent, request)
+        left = self._most_tokens - len(parent.ids) - len(before)
+        if left < 1:
+            self.limit = self.limit or "length"
+            raise RequestRefused(
+                f"{self.task.name} turn {turn}: {len(parent.ids) + len(before)} tokens are more than an episode may "
+                f"have ({self._most_tokens})", code="context_length_exceeded",
+            )  # fmt: skip
+        self._tell_of_fixed(request)
+        asked = replace(self._params, max_tokens=min(self._params.max_tokens, request.params.max_tokens))
+        asked = replace(asked, stop=(*self._params.stop, *request.params.stop))
+        params = tuple(self.task.params(asked, self._begun + choice, left) for choice in range(request.count))
+        parent.answers += 1
+        self._begun += request.count
+        self._sampling += 1
+        self.quiet_since = None
+        return TurnBegun(parent, before, params, f"{self.task.name} turn {turn} engine")
+
+    def record(self, begun: TurnBegun, samples: Sequence[Sample], said: Sequence[Any]) -> None:
+        """Record the turns that a request has got.
+
+        Args:
+            said: for each, see `RecordedTurn`.
+        """
+        for sample, one in zip(samples, said, strict=True):
+            self.recording.add(begun.parent, begun.before, sample, one)
+        self._end()
+
+    def give_up(self, begun: TurnBegun) -> None:
+        """Forget a request that got no answer."""
+        begun.parent.answers -= 1
+        self._begun -= len(begun.params)
+        self._end()
+
+    def _end(self) -> None:
+        self._sampling -= 1
+        if not self._sampling:
+            self.quiet_since = asyncio.get_running_loop().time()
+
+    @property
+    def turn(self) -> int:
+        """The number of the present or the next turn, from 1 on."""
+        return self._begun + (0 if self._sampling else 1)
+
+    def _require_branches(self, request: CompletionRequest, parent: RecordedTurn) -> None:
+        if self.settings.history == "branch":
+            return
+        if request.count > 1:
+            raise RequestRefused(
+                f"n={request.count} opens branches, and this run has none: set episode.history to 'branch', or n to 1",
+                param="n",
+            )
+        raise RequestRefused(
+            f"{self.task.name}: the request does not continue the recorded turns: it agrees with "
+            f"{parent.depth} of {len(self.recording)} turns, {self._difference(request, parent)}. Send the answers "
+            "back unchanged, or set episode.history to 'branch'", status=409, code="history_changed",
+        )  # fmt: skip
+
+    def _difference(self, request: CompletionRequest, parent: RecordedTurn) -> str:
+        recorded = next((one for one in self.recording.last_turns() if type(one.said) is type(request.given)), None)
+        if recorded is None or recorded.said[: len(request.given)] == request.given:
+            return "and the next turn has its answer already"
+        for place, (old, new) in enumerate(zip(recorded.said, request.given, strict=False)):
+            if old != new:
+                return f"and differs at place {place}: {old!r:.80} was recorded, {new!r:.80} came"
+        return "and is shorter"
+
+    def _tokens_after(self, parent: RecordedTurn, request: CompletionRequest) -> list[int]:
+        given, said = request.given, parent.said
+        try:
+            if isinstance(given, tuple):
+                return list(given[len(said or ()) :])
+            if isinstance(given, str):
+                return self._spans.text(given[len(said) :]) if said else self._spans.prompt(given)
+            messages = [template_message(one) for one in given]
+            if not said:
+                return self._spans.prompt(messages, request.tools)
+            new = messages[len(said) :]
+            if not new:
+                raise RequestRefused("a request for a further turn has at least one new message", param="messages")
+            # The last of the recorded messages is the answer, whose ids are there.
+            return self._spans.extension(messages[: len(said) - 1], parent.turns[-1].ids.tolist(), new, request.tools)
+        except UsageError as error:
+            raise RequestRefused(f"{self.task.name}: {error}", param="messages") from error
+
+    def _tell_of_fixed(self, request: CompletionRequest) -> None:
+        for name in FIXED:
+            wanted, own = getattr(request.params, name), getattr(self._params, name)
+            if name in request.own and wanted != own and name not in _told:
+                _told.add(name)
+                logger.warning(
+                    "the agent asks for %s=%s, but its episodes are sampled with the run's %s=%s: a policy is trained "
+                    "on what it samples", name, wanted, name, own,
+                )  # fmt: skip

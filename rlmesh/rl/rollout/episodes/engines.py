@@ -1,0 +1,37 @@
+"""`EpisodeEngines`: the engines of a role, for a `Sampler`, which play episodes of several turns."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import Future
+from typing import Any
+
+from rlmesh.rl.engines.rollout import SamplingParams
+from rlmesh.rl.rollout.requests import GroupRequest
+from rlmesh.rl.rollout.role_engines import RoleEngines
+from rlmesh.rl.types import Episode
+
+__all__ = ["EpisodeEngines"]
+
+
+class EpisodeEngines(RoleEngines):
+    """Members that play episodes. A group whose engine dies is played again, as any group is.
+
+    Args:
+        group: the members (:class:`rlmesh.rl.roles.playing.PlaysEpisodes`).
+        params: of each turn; the seeds come with the requests.
+        in_turn: the members share their devices with other roles, and take turns.
+    """
+
+    def __init__(self, group: Any, params: SamplingParams, *, in_turn: bool) -> None:
+        super().__init__(group, params, in_turn=in_turn)
+        self._method = "play_groups_in_turn" if in_turn else "play_groups"
+
+    def ask(self, rank: int, requests: Sequence[GroupRequest]) -> Future[Any]:
+        place = list(self._group.ranks).index(rank)
+        future: Future[Any] = self._group[place].call(self._method, requests, self._params)
+        return future
+
+    def episodes(self, result: Any) -> list[list[Episode]]:
+        found: list[list[Episode]] = result
+        return found
