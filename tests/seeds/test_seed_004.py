@@ -97,15 +97,16 @@ class CustomPolicy(Policy):
         self.w = np.array(weights)
 
 
-def test_policy_evaluation_with_workers() -> None:
+def test_policy_evaluation_with_workers(request: pytest.FixtureRequest) -> None:
     # Setup policy and rollout workers.
     env = gym.make("CartPole-v1")
     policy = CustomPolicy(env.observation_space, env.action_space, {})
     workers = EnvRunnerGroup(
         policy_class=CustomPolicy, env_creator=lambda c: gym.make("CartPole-v1"), num_env_runners=2
     )
-    lengths = []
-    for _ in range(15):  # the document: while True
+    length = 0.0
+    request.addfinalizer(workers.stop)
+    for _ in range(200):  # the document: while True
         # Gather a batch of samples.
         T1 = SampleBatch.concat_samples(
             [f.result(HANG_S) for f in [w.call("sample") for w in workers.remote_workers()]]
@@ -119,9 +120,10 @@ def test_policy_evaluation_with_workers() -> None:
         for w in workers.remote_workers():
             # ... so that we can broadcast these weights to all rollout-workers once.
             w.call("set_weights", weights)
-        lengths.append(len(T1) / T1["dones"].sum())
-    assert np.mean(lengths[-3:]) > 1.5 * np.mean(lengths[:3])  # it learns
-    workers.stop()
+        length = len(T1) / max(1, T1["dones"].sum())
+        if length > 60:
+            break
+    assert length > 60  # it learns: a random policy's episodes have about 22 steps
 
 
 def test_the_printed_batch() -> None:
