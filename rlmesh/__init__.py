@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from rlmesh.job.workload import BaseWorkload as BaseWorkload
     from rlmesh.job.workload import current_worker as current_worker
     from rlmesh.master.prime_master import PrimeMaster as PrimeMaster
+    from rlmesh.observe.trackers.trackers import Trackers as Trackers
     from rlmesh.placement.plan import Plan as Plan
     from rlmesh.runtime.batch_split import shared as shared
     from rlmesh.runtime.calling.gathering import GroupOutcomes as GroupOutcomes
@@ -131,6 +132,7 @@ _WHERE = {
     "Subgraph": "rlmesh.runtime.subgraphs",
     "Subgraphs": "rlmesh.runtime.subgraphs",
     "TensorSpec": "rlmesh.weights.manifest",
+    "Trackers": "rlmesh.observe.trackers.trackers",
     "VersionGate": "rlmesh.weights.sink_state",
     "VersionSpans": "rlmesh.weights.version_spans",
     "WeightPlan": "rlmesh.weights.planning.plan",

@@ -57,6 +57,9 @@ HEAVY = {
     "vllm": ("rlmesh.rl.engines",),
     "deepspeed": ("rlmesh.rl.engines.training", "rlmesh.weights.zero_source"),
     "pynvml": ("rlmesh.placement.machine.nvml",),
+    "wandb": ("rlmesh.observe.trackers",),
+    "mlflow": ("rlmesh.observe.trackers",),
+    "trackio": ("rlmesh.observe.trackers",),
     "prometheus_client": ("rlmesh.master.monitoring.metrics_page",),
 }  # fmt: skip
 """What a login node may lack, and the packages or modules that may import it."""
@@ -72,7 +75,7 @@ MAY_IMPORT_EACH_OTHER = {
         "rlmesh.envs.batches.multi_agent_batch",
     ): "batches of one kind are joined to, and turned into, batches of the other",
     ("rlmesh.envs.algorithms",): "settings make their algorithm, whose steps and checkpoints take it as an argument",
-    ("rlmesh.rl.trainers",): "a run makes the trainer that runs it",
+    ("rlmesh.rl.trainers", "rlmesh.rl.evaluation"): "a run makes the trainer that runs it, and that validates",
 }
 """Modules, or packages, whose imports of each other form a cycle, and why; none of these imports runs at a start."""
 
@@ -194,7 +197,7 @@ def test_the_layers_for_training_use_public_names_only(layer: str) -> None:
         if within(each.module, (layer,))
         and within(each.imports, ("rlmesh", "rlmesh_launcher"))
         and not within(each.imports, (layer,))
-        and each.imports not in ("rlmesh", "rlmesh.errors")
+        and each.imports not in ("rlmesh", "rlmesh.errors", "rlmesh.private_files")
     ]
     assert wrong == []
 

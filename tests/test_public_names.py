@@ -80,6 +80,7 @@ PUBLIC = [
     "Subgraph",
     "Subgraphs",
     "TensorSpec",
+    "Trackers",
     "VersionGate",
     "VersionSpans",
     "WeightPlan",

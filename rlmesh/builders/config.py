@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, TypeAlias, get_args, overload
 
@@ -59,6 +60,7 @@ class DLConfig(JobDescription):
         *,
         view: View | None = None,
         run_dir: str | Path | None = None,
+        trackers: Sequence[str] = (),
     ) -> JobResult: ...
 
     @overload
@@ -69,6 +71,7 @@ class DLConfig(JobDescription):
         blocking: Literal[False],
         view: View | None = None,
         run_dir: str | Path | None = None,
+        trackers: Sequence[str] = (),
     ) -> JobHandle: ...
 
     def submit(
@@ -78,6 +81,7 @@ class DLConfig(JobDescription):
         *,
         view: View | None = None,
         run_dir: str | Path | None = None,
+        trackers: Sequence[str] = (),
     ) -> JobResult | JobHandle:
         """Run the job and wait for its end.
 
@@ -86,6 +90,7 @@ class DLConfig(JobDescription):
             blocking: ``False`` returns a ``JobHandle`` at once.
             view: how progress is shown; ``auto`` unless the launcher sets another.
             run_dir: folder of logs and metrics; by default a new one under ``runs``.
+            trackers: names of trackers that show the metrics, such as ``["wandb"]``; see `Trackers`.
 
         Raises:
             JobSpecError: the description cannot work; lists all its faults.
@@ -100,16 +105,21 @@ class DLConfig(JobDescription):
                 "'async with job.start(...) as handle: await handle' there"
             )
         if not blocking:
-            return self.start(job_name, view=view, run_dir=run_dir)
+            return self.start(job_name, view=view, run_dir=run_dir, trackers=trackers)
         problems = [*self.problems(), *job_name_problems(job_name)]
         if problems := problems or driver_problems(self.workloads):
             raise JobSpecError(problems)
         from rlmesh.driver.driver import run_job
 
-        return run_job(self, job_name, self._launch_options(view, run_dir, called_at))
+        return run_job(self, job_name, self._launch_options(view, run_dir, called_at, trackers))
 
     def start(
-        self, job_name: str | None = None, *, view: View | None = None, run_dir: str | Path | None = None
+        self,
+        job_name: str | None = None,
+        *,
+        view: View | None = None,
+        run_dir: str | Path | None = None,
+        trackers: Sequence[str] = (),
     ) -> JobHandle:
         """Start the job and return at once; for event loops, which it never blocks, and for programs that call
         its roles themselves::
@@ -131,9 +141,11 @@ class DLConfig(JobDescription):
 
         if problems := [*self.problems(), *job_name_problems(job_name)]:
             raise JobSpecError(problems)
-        return JobHandle(Driver(self, job_name, self._launch_options(view, run_dir, called_at), serves=True))
+        return JobHandle(Driver(self, job_name, self._launch_options(view, run_dir, called_at, trackers), serves=True))
 
-    def _launch_options(self, view: View | None, run_dir: str | Path | None, called_at: float) -> LaunchOptions:
+    def _launch_options(
+        self, view: View | None, run_dir: str | Path | None, called_at: float, trackers: Sequence[str] = ()
+    ) -> LaunchOptions:
         from rlmesh.driver.driver import LaunchOptions
 
         if view is not None and view not in get_args(View):
@@ -141,7 +153,11 @@ class DLConfig(JobDescription):
         if not isinstance(run_dir, str | os.PathLike | None):
             raise UsageError(f"run_dir: {run_dir!r} ({type(run_dir).__name__}) is not a path: give text or a Path")
         folder = Path(run_dir) if run_dir is not None else None
-        return LaunchOptions(view=view, run_dir=folder, submitted_at=called_at)
+        if trackers:
+            from rlmesh.observe.trackers.trackers import Trackers
+
+            Trackers(trackers)  # refuses names that cannot be used
+        return LaunchOptions(view=view, run_dir=folder, submitted_at=called_at, trackers=tuple(trackers) or None)
 
 
 def _inside_loop() -> bool:

@@ -43,9 +43,12 @@ def split_at_script(words: Sequence[str], parser: argparse.ArgumentParser) -> tu
 
 COMMANDS = (
     "launch", "ps", "status", "logs", "stacks", "stop", "doctor", "plan", "timeline", "chaos", "prepare", "train",
-    "env", "keygen", "version",
+    "evaluate", "samples", "env", "keygen", "version",
 )  # fmt: skip
-"""Subcommands; each has a module here. Only the module of the given command is loaded, so that a job starts sooner."""
+"""Subcommands; each has a module. Only the module of the given command is loaded, so that a job starts sooner."""
+
+FOLDERS = {"evaluate": "trained", "samples": "trained"}
+"""Folders of the modules that are not in ``commands``."""
 
 RUN_SCRIPTS = ("launch", "plan")
 """Subcommands that run a script: words after the script are its arguments."""
@@ -63,7 +66,7 @@ def build_parser(*chosen: str) -> argparse.ArgumentParser:
     )
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     for name in chosen or COMMANDS:
-        import_module(f"rlmesh.cli.commands.{name}").add_to(commands)
+        import_module(f"rlmesh.cli.{FOLDERS.get(name, 'commands')}.{name}").add_to(commands)
     return parser
 
 

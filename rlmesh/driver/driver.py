@@ -10,6 +10,8 @@ import asyncio
 import os
 import signal
 import threading
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -168,7 +170,10 @@ class Driver:
     def run(self) -> JobResult:
         """Run the job. Call it once. Raises as ``run_job``."""
         try:
-            return self._make_session().run()
+            trackers = self._trackers()
+            session = self._make_session()
+            with trackers(Path(session.status.run_dir)):
+                return session.run()
         except Exception as error:
             if short := at_the_limit():
                 error.add_note(short)
@@ -178,6 +183,19 @@ class Driver:
             self._interrupt.close()
             if self._lock_fd is not None:
                 os.close(self._lock_fd)
+
+    def _trackers(self) -> Callable[[Path], AbstractContextManager[None]]:
+        """A function from the run directory to a block in which the job's trackers follow it.
+
+        Raises:
+            UsageError: a tracker cannot be used.
+        """
+        if not self._options.trackers:
+            return lambda run_dir: nullcontext()
+        from rlmesh.observe.trackers.trackers import Trackers
+
+        trackers = Trackers(self._options.trackers)
+        return lambda run_dir: trackers.following(run_dir, self.job_name)
 
     def _make_session(self) -> Session:
         config, options = self._config, self._options

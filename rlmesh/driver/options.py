@@ -66,6 +66,8 @@ class LaunchOptions:
     """draw the report"""
     observe: ObserveOptions | None = None
     """only the standard observation"""
+    trackers: tuple[str, ...] | None = None
+    """none; names of trackers (``rlmesh.observe.trackers``)"""
     key: bytes | None = field(default=None, repr=False)
     """a new one for each job"""
     submitted_at: float | None = None

@@ -36,11 +36,14 @@ class Score:
         value: finite.
         metrics: numbers for the report, averaged over the samples that have them.
         reason: for people who read samples, such as ``"no answer"``.
+        answer: that was found in the response, as a text that is equal for equal answers, for majority votes; ``None``:
+            there is none, or the reward looks for none.
     """
 
     value: float
     metrics: Mapping[str, float] = field(default_factory=dict)
     reason: str = ""
+    answer: str | None = None
 
     def __post_init__(self) -> None:
         value: Any = self.value

@@ -31,10 +31,10 @@ MADE_AGAIN = 3
 LOGIN_FOLDERS, LINGERING = "/run/user/", "/var/lib/systemd/linger"
 SOCKET_PATH_LIMIT = 90
 """Maximum bytes of a socket folder's path: the system allows 107 for a socket's path, including its own name."""
-RUN_FOLDERS = ("logs", "incidents", "timeline", "tensorboard")
+RUN_FOLDERS = ("logs", "incidents", "timeline", "tensorboard", "samples", "trackers")
 RUN_FILES = (
-    "state.*", "metrics.*", "events.jsonl", "chaos.jsonl", "job.json", "starts.json", "end.json", "held-by.json",
-    "exit-node*.json", "stacks-*.txt", "report.png", "relaunch.log",
+    "settings.pickle", "evaluation.json", "state.*", "metrics.*", "events.jsonl", "chaos.jsonl", "job.json",
+    "starts.json", "end.json", "held-by.json", "exit-node*.json", "stacks-*.txt", "report.png", "relaunch.log",
 )  # fmt: skip
 """File names that rlmesh uses in a run directory; others belong to the directory's owner."""
 

@@ -36,6 +36,8 @@ commands:
     chaos     rehearse the failure of a running job
     prepare   create the parquet files of a well-known data set
     train     train a language model, or an agent in an environment
+    evaluate  evaluate a model or a checkpoint
+    samples   show prompts, responses and rewards
     env       check an environment, record and replay its episodes
     keygen    create a job's key
     version   print the versions of rlmesh and Python
@@ -71,6 +73,9 @@ options:
                         rlmesh chaos --help)
   --metrics ADDRESS     serve metrics to Prometheus at 127.0.0.1:PORT (0: any;
                         it is in metrics.address) or unix:PATH
+  --tracker NAME        show metrics in wandb, mlflow, trackio, each also with
+                        a project (wandb:PROJECT), or module:Class; can be
+                        repeated
   --timeline            trace single calls, for rlmesh timeline
   --dry-run             print how nodes would be started; start nothing
   --grace S             seconds between SIGTERM and SIGKILL when the job is

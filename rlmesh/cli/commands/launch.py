@@ -201,6 +201,7 @@ def _options_of(options: argparse.Namespace, flags: NodeFlags, key: bytes | None
         view=options.view, restart=options.restart, run_dir=options.run_dir, run_root=flags.log_root, key=key,
         cluster=cluster, grace_s=grace_s, stop_within_s=options.stop_within,
         observe=observe_options.options_of(options), max_restarts=flags.max_restarts,
+        trackers=tuple(options.tracker) or None,
     )  # fmt: skip
 
 

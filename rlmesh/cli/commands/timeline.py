@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 from pathlib import Path
 from typing import Any
 
 from rlmesh.cli.job_choice import add_job_argument, as_command, check_own, find_any
-from rlmesh.errors import UsageError
+from rlmesh.cli.output_file import write_output
 from rlmesh.observe.files.event_log import EVENTS_FILE
 from rlmesh.observe.timeline import read_trace
 
@@ -35,16 +34,7 @@ def write(options: argparse.Namespace) -> int:
     run_dir = _run_dir(options.job)
     check_own(run_dir)
     trace = read_trace(run_dir)
-    draft = options.output.with_name(f".{options.output.name}.{os.getpid()}")
-    try:
-        # The folder may be one where others can put links: create a new file or fail.
-        fd = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-        with os.fdopen(fd, "w") as file:
-            json.dump(trace, file, separators=(",", ":"))
-        os.replace(draft, options.output)
-    except OSError as error:
-        draft.unlink(missing_ok=True)
-        raise UsageError(f"{options.output} cannot be written: {error}") from error
+    write_output(options.output, json.dumps(trace, separators=(",", ":")))
     slices = [event for event in trace["traceEvents"] if event["ph"] == "X"]
     calls = sum(event["cat"] in ("call", "sync") for event in slices)
     steps = sum(event["cat"] == "step" for event in slices)

@@ -23,6 +23,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--metrics", default="", metavar="ADDRESS",
         help="serve metrics to Prometheus at 127.0.0.1:PORT (0: any; it is in metrics.address) or unix:PATH",
     )  # fmt: skip
+    parser.add_argument(
+        "--tracker", action="append", default=[], metavar="NAME",
+        help="show metrics in wandb, mlflow, trackio, each also with a project (wandb:PROJECT), or module:Class; "
+        "can be repeated",
+    )  # fmt: skip
     parser.add_argument("--timeline", action="store_true", help="trace single calls, for rlmesh timeline")
 
 
@@ -30,11 +35,15 @@ def options_of(parsed: argparse.Namespace) -> ObserveOptions | None:
     """The parsed options; None if none was given.
 
     Raises:
-        UsageError: a kill or an address is not valid.
+        UsageError: a kill, a tracker or an address is not valid.
     """
     for text in parsed.chaos:
         if not text.startswith("random"):
             parse_kill(text)
+    if parsed.tracker:
+        from rlmesh.observe.trackers.trackers import Trackers
+
+        Trackers(parsed.tracker)
     metrics = parsed.metrics
     if metrics:
         address = parse_address(metrics)

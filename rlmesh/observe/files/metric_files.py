@@ -34,7 +34,7 @@ from rlmesh.observe.files.repeated_steps import current_reports
 from rlmesh.observe.files.tensorboard import EventFile
 from rlmesh.observe.views.safe_text import json_text
 
-__all__ = ["METRICS_FILE", "MetricsWriter", "read_records", "read_tail"]
+__all__ = ["METRICS_FILE", "MetricsWriter", "decode_record", "read_records", "read_tail"]
 
 logger = logging.getLogger(__name__)
 
@@ -115,7 +115,7 @@ def read_records(path: Path, *, replaced: bool = False) -> Iterator[MetricRecord
 def _read_all(path: Path) -> Iterator[MetricRecord]:
     for entry in read_json_lines(path):
         try:
-            yield _decode(entry)
+            yield decode_record(entry)
         except (ValueError, TypeError, KeyError, AttributeError):
             continue
 
@@ -135,7 +135,7 @@ def read_tail(path: Path, most: int) -> tuple[int, list[MetricRecord]]:
     records = []
     for line in last:
         try:
-            records.append(_decode(json.loads(line)))
+            records.append(decode_record(json.loads(line)))
         except (ValueError, TypeError, KeyError, AttributeError):
             count -= 1  # torn; readers skip it
     return count, records
@@ -169,7 +169,12 @@ def _encode(record: MetricRecord) -> bytes:
     return json_text(entry).encode() + b"\n"
 
 
-def _decode(entry: Mapping[str, Any]) -> MetricRecord:
+def decode_record(entry: Mapping[str, Any]) -> MetricRecord:
+    """The report in a line.
+
+    Raises:
+        ValueError, TypeError, KeyError, AttributeError: the line is no report.
+    """
     return MetricRecord(
         at=float(entry["at"]),
         role=str(entry["role"]),

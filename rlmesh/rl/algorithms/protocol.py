@@ -36,11 +36,17 @@ if TYPE_CHECKING:
 
     from rlmesh.rl.losses import PolicyTerms
 
-__all__ = ["Algorithm", "Evaluated", "Need", "Normalisers", "PolicyLoss", "TokenWeights", "policy_terms"]
+__all__ = [
+    "Algorithm", "Evaluated", "Need", "Normalisers", "PolicyLoss", "Responses", "TokenWeights", "policy_terms",
+]  # fmt: skip
 
 Need = Literal["critic", "reference", "greedy"]
 """An input that an algorithm needs besides rewards: values of a critic, log-probabilities of the reference policy, or
 the reward of a greedy response to each prompt."""
+
+Responses = Literal["sampled", "given", "pairs", "ranked"]
+"""Where responses come from. ``sampled``: from the engines. The others are in the data: ``given``, one per prompt;
+``pairs``, the chosen and the rejected one; ``ranked``, a pair of which only the values of whole responses count."""
 
 PolicyLoss = Literal["ppo", "gspo", "cispo", "sapo"]
 """The term of the policy component: :mod:`rlmesh.rl.losses` has one function for each."""
@@ -189,6 +195,16 @@ class Algorithm:
     def needs(self) -> frozenset[Need]:
         """The inputs that `Evaluated` must have besides rewards and log-probabilities."""
         return frozenset()
+
+    @property
+    def responses(self) -> Responses:
+        """Where the responses come from."""
+        return "sampled"
+
+    @property
+    def rewarded(self) -> bool:
+        """True if `weigh` reads rewards, so that a run needs at least one."""
+        return self.responses == "sampled"
 
     @property
     def reads_log_probs(self) -> bool:

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rlmesh.rl.algorithms.protocol import Algorithm, Evaluated, Need, Normalisers, TokenWeights
+from rlmesh.rl.algorithms.protocol import Algorithm, Evaluated, Need, Normalisers, Responses, TokenWeights
 
 __all__ = ["SFT", "BehaviourCloning", "OnPolicyDistillation"]
 
 
 @dataclass(frozen=True)
 class SFT(Algorithm):
-    """Supervised fine-tuning: cross-entropy of the given responses; every token has the same weight."""
+    """Supervised fine-tuning: cross-entropy of the responses in the data, whose rows have ``response``; every token has
+    the same weight."""
+
+    @property
+    def responses(self) -> Responses:
+        return "given"
 
     @property
     def reads_log_probs(self) -> bool:
@@ -46,8 +51,13 @@ class OnPolicyDistillation(Algorithm):
     """The reverse divergence from a teacher on the student's own samples, as a policy gradient.
 
     The teacher takes the place of the reference policy; rewards are not used
-    (:func:`rlmesh.rl.distillation.sampled_reverse_kl_advantages`).
+    (:func:`rlmesh.rl.distillation.sampled_reverse_kl_advantages`). ``Run(reference=ReferenceSettings(model=…))`` names
+    the teacher.
     """
+
+    @property
+    def rewarded(self) -> bool:
+        return False
 
     @property
     def needs(self) -> frozenset[Need]:

@@ -15,6 +15,8 @@ from rlmesh.rl.reference.correction import whole_vocabulary as whole_vocabulary
 from rlmesh.rl.reference.distillation import sampled_reverse_kl_advantages as sampled_reverse_kl_advantages
 from rlmesh.rl.reference.distillation import top_k_kl as top_k_kl
 from rlmesh.rl.reference.drift import drift as drift
+from rlmesh.rl.reference.estimates import majority_at_k as majority_at_k
+from rlmesh.rl.reference.estimates import unbiased_pass_at_k as unbiased_pass_at_k
 from rlmesh.rl.reference.group_advantages import dr_grpo as dr_grpo
 from rlmesh.rl.reference.group_advantages import grpo as grpo
 from rlmesh.rl.reference.group_advantages import opo as opo
@@ -36,6 +38,8 @@ from rlmesh.rl.reference.losses import valid_count as valid_count
 from rlmesh.rl.reference.losses import value_clip_loss as value_clip_loss
 from rlmesh.rl.reference.masking import masked_mean as masked_mean
 from rlmesh.rl.reference.masking import masked_whiten as masked_whiten
+from rlmesh.rl.reference.preference import dpo as dpo
+from rlmesh.rl.reference.preference import ranked_returns as ranked_returns
 from rlmesh.rl.reference.sampling import kept_mass as kept_mass
 from rlmesh.rl.reference.sampling import log_distribution as log_distribution
 from rlmesh.rl.reference.sampling import penalised as penalised

@@ -21,11 +21,9 @@ def compute_score(solution_str: str, ground_truth: object, *, normalise: bool = 
         score: of a right answer; a wrong one has 0.
     """
     rights = ground_truth if isinstance(ground_truth, (list, tuple)) else [ground_truth]
-    if normalise:
-        right = _normalised(solution_str) in {_normalised(str(text)) for text in rights}
-    else:
-        right = solution_str in {str(text) for text in rights}
-    return Score(score) if right else Score(0.0, reason="wrong answer")
+    texts = {_normalised(str(text)) if normalise else str(text) for text in rights}
+    answer = _normalised(solution_str) if normalise else solution_str
+    return Score(score, answer=answer) if answer in texts else Score(0.0, reason="wrong answer", answer=answer)
 
 
 def _normalised(text: str) -> str:

@@ -39,4 +39,6 @@ def compute_score(
         answer = last_number(solution_str)
     if answer is None:
         return Score(0.0, reason="no answer")
-    return Score(score) if answer == truth else Score(0.0, reason="wrong answer")
+    if answer == truth:
+        return Score(score, answer=str(answer))
+    return Score(0.0, reason="wrong answer", answer=str(answer))

@@ -33,4 +33,6 @@ def compute_score(solution_str: str, ground_truth: object, score: float = 1.0) -
     answer = parse(solution_str, parsing_timeout=None)
     if not answer:
         return Score(0.0, reason="no answer")
-    return Score(score) if verify(truth, answer, timeout_seconds=None) else Score(0.0, reason="wrong answer")
+    if verify(truth, answer, timeout_seconds=None):
+        return Score(score, answer=str(answer[0]))
+    return Score(0.0, reason="wrong answer", answer=str(answer[0]))

@@ -19,7 +19,7 @@ def to_outcome(value: Any) -> Outcome:
     a number, also of NumPy       its score; NaN and infinity are failures
     ``True``, ``False``           1 and 0
     ``None``                      abstains
-    a mapping with ``score``      that score, the other numbers as metrics
+    a mapping with ``score``      that score, the other numbers as metrics, ``answer`` (or ``pred``) as the answer
     an outcome                    itself
     anything else                 a failure that names the type
     ============================  ==========================================================================
@@ -35,7 +35,9 @@ def to_outcome(value: Any) -> Outcome:
         if not isinstance(inner, Score):
             return inner
         numbers = {str(name): number for name, number in value.items() if name != "score" and _is_number(number)}
-        return Score(inner.value, {name: float(number) for name, number in numbers.items()})
+        answer = value.get("answer", value.get("pred", inner.answer))
+        metrics = {name: float(number) for name, number in numbers.items() if name not in ("answer", "pred")}
+        return Score(inner.value, metrics, inner.reason, None if answer is None else str(answer))
     if isinstance(value, (bool, np.bool_)):
         return Score(float(value))
     if _is_number(value):
@@ -73,7 +75,7 @@ def combine(outcomes: Mapping[str, Outcome], weights: Mapping[str, float]) -> Ou
         weights: by the same names.
 
     Returns:
-        ``Σ weight · score``; the metrics of all, each under ``name/metric``.
+        ``Σ weight · score``; the metrics of all, each under ``name/metric``; the answer that the first of them found.
     """
     if len(outcomes) == 1:
         ((name, only),) = outcomes.items()
@@ -88,7 +90,8 @@ def combine(outcomes: Mapping[str, Outcome], weights: Mapping[str, float]) -> Ou
     total = sum(weights[name] * score.value for name, score in scores.items())
     metrics = {f"{name}/{key}": number for name, score in scores.items() for key, number in score.metrics.items()}
     reasons = [score.reason for score in scores.values() if score.reason]
-    return Score(total, metrics, "; ".join(reasons))
+    answer = next((score.answer for score in scores.values() if score.answer is not None), None)
+    return Score(total, metrics, "; ".join(reasons), answer)
 
 
 def metrics_of(outcomes: Sequence[Mapping[str, Outcome]]) -> dict[str, float]:

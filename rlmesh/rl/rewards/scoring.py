@@ -45,6 +45,7 @@ class Rewards:
         memory_bytes: of each process (:class:`rlmesh.rl.rewards.process_pool.ScoringPool`).
         examine: print this many scored responses of each batch, spread over it.
         group: a function from the name of a role to its members; finds the roles of reward models.
+        required: there must be a reward; without any, each episode abstains.
 
     Raises:
         UsageError: no reward, or two of one name.
@@ -59,10 +60,11 @@ class Rewards:
         memory_bytes: int = 2 * 2**30,
         examine: int = 0,
         group: Callable[[str], Any] = RoleGroup,
+        required: bool = True,
     ) -> None:
         names = [reward.name for reward in rewards]
         twice = {name for name in names if names.count(name) > 1}
-        if not rewards or twice:
+        if (required and not rewards) or twice:
             raise UsageError(
                 f"two rewards are named {', '.join(sorted(twice))}: give Reward(…, name=…)"
                 if twice
@@ -160,6 +162,8 @@ class Rewards:
         episodes = Group.episodes_of(groups)
         totals = [self.total(episode) for episode in episodes]
         scores = [outcome.value for outcome in totals if isinstance(outcome, Score)]
+        if not self.rewards:
+            return {}
         return {
             **metrics_of([episode.outcomes for episode in episodes]),
             "reward_mean": float(np.mean(scores)) if scores else float("nan"),

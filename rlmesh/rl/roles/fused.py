@@ -92,10 +92,11 @@ class ActorRolloutRef(ActorRollout):
         self.turns.add(REFERENCE, wake=self.reference.wake, sleep=self.reference.sleep)
 
     def make_reference(self) -> nn.Module:
-        """The model of the reference: the run's, in float32, on this rank's device."""
+        """The model of the reference, in float32, on this rank's device."""
         from transformers import AutoModelForCausalLM
 
-        model: nn.Module = AutoModelForCausalLM.from_pretrained(self.run_settings.model, dtype=torch.float32)
+        chosen = self.run_settings.reference.model or self.run_settings.model
+        model: nn.Module = AutoModelForCausalLM.from_pretrained(chosen, dtype=torch.float32)
         return model.to(self.device).eval()
 
     @rpc

@@ -57,10 +57,11 @@ class ReferenceRole(TakesTurns):
             self.turns.add(REFERENCE, wake=self.policy.wake, sleep=self.policy.sleep)
 
     def make_model(self) -> nn.Module:
-        """The model of the reference: the run's, in float32, on this member's device."""
+        """The model of the reference, in float32, on this member's device."""
         from transformers import AutoModelForCausalLM
 
-        model: nn.Module = AutoModelForCausalLM.from_pretrained(self.run_settings.model, dtype=torch.float32)
+        chosen = self.run_settings.reference.model or self.run_settings.model
+        model: nn.Module = AutoModelForCausalLM.from_pretrained(chosen, dtype=torch.float32)
         return model.to(self.device).eval()
 
     @rpc

@@ -17,7 +17,7 @@ from rlmesh.rl.packing import Packs, pack, same_prompts
 from rlmesh.rl.roles.trained import Share
 from rlmesh.rl.types import Episode, Group, Outcome, Score
 
-__all__ = ["joined", "lengths_of", "matrix_of", "packs_of", "shares_of", "value_metrics", "values_of"]
+__all__ = ["advantages_of", "joined", "lengths_of", "matrix_of", "packs_of", "shares_of", "value_metrics", "values_of"]
 
 
 def packs_of(
@@ -105,6 +105,17 @@ def value_metrics(batch: Evaluated, weights: TokenWeights) -> dict[str, float]:
     left = float((returns - values).var(correction=0))
     found = {"critic/value_mean": float(values.mean()), "critic/return_mean": float(returns.mean())}
     return found | ({"critic/explained_variance": 1 - left / spread} if spread else {})
+
+
+def advantages_of(groups: Sequence[Group], batch: Evaluated, weights: TokenWeights) -> dict[int, float]:
+    """The mean advantage over the sampled tokens, by ``id(episode)``, of the episodes of a batch that have a reward.
+
+    Args:
+        groups: the batch was made of.
+    """
+    means = (weights.advantages * batch.mask).sum(1) / batch.lengths.clamp(min=1)
+    episodes = zip(Group.episodes_of(groups), means.tolist(), batch.valid.tolist(), strict=True)
+    return {id(episode): mean for episode, mean, valid in episodes if valid}
 
 
 def lengths_of(groups: Sequence[Group]) -> dict[str, float]:

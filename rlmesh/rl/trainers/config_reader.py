@@ -106,15 +106,19 @@ class _SettingsReader:
     def run(self, values: Mapping[str, Any]) -> Run | None:
         algorithm = self.algorithm(values["algorithm"]) if "algorithm" in values else None
         rewards = self.rewards(values["rewards"]) if values.get("rewards") else []
-        if values.get("rewards", "?") == []:
-            self.faults.append("rewards: give at least one reward")
+        unread = values.get("rewards") and not rewards
         rest = {key: value for key, value in values.items() if key not in ("algorithm", "rewards")}
         arguments = self.arguments(Run, imported_parts(rest, self.faults), "")
         missing = [key for key in REQUIRED if values.get(key) is None]
         self.faults += [f"{key} is missing: {_MEANING[key]}" for key in missing]
         found = dict(arguments)
-        found["algorithm"] = algorithm if algorithm is not None else SimpleNamespace(needs=frozenset(), samples=1)
-        found["rewards"] = rewards or [Reward(_nothing)]
+        found["algorithm"] = (
+            algorithm
+            if algorithm is not None
+            else SimpleNamespace(needs=frozenset(), samples=1, responses="sampled", rewarded=True)
+        )
+        # An algorithm that could not be read, or that has unreadable rewards, is not to be blamed for having none.
+        found["rewards"] = rewards or ([Reward(_nothing)] if unread or algorithm is None else [])
         for key in REQUIRED:
             found.setdefault(key, "?")
         try:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from rlmesh.errors import UsageError
 from rlmesh.rl.engines.training.activation_checkpointing import checkpoint_activations, layers_of
 from rlmesh.rl.engines.training.packed import PackedInputs, packed_hidden, prepare
 from rlmesh.rl.head import CHUNK_TOKENS
@@ -118,6 +119,8 @@ def fit(run: Run, device_bytes: int | None = None) -> Fit:
         run: the settings.
         device_bytes: memory of a device; ``None``: of this machine's first GPU, or of this machine for a run on CPUs.
     """
+    if run.algorithm.responses == "ranked":
+        raise UsageError("the memory of a reward model in training is not predicted")
     shapes = _Shapes(run)
     room = _room(run) if device_bytes is None else device_bytes
     budget = run.actor.token_budget
@@ -304,7 +307,9 @@ class _Shapes:
     def others(self) -> Iterator[RoleMemory]:
         """The other roles that hold a model."""
         run, process = self.run, PROCESS_BYTES[self.kind]
-        if run.rollout.engine == "transformers":
+        if run.algorithm.responses != "sampled":
+            pass  # the data have the responses
+        elif run.rollout.engine == "transformers":
             cache, above = self.sampling(self.rows)
             copies = 1 if run.rollout.options.get("mode") == "in_place" else 2
             yield RoleMemory("ROLLOUT", run.rollout.engines, copies * self.weights, 0, 0, above, cache, process)
@@ -317,6 +322,8 @@ class _Shapes:
             yield RoleMemory("ROLLOUT", run.rollout.engines, self.weights, 0, 0, above, cache, process)
         if "reference" in run.algorithm.needs:
             above = self.evaluating(run.actor.token_budget)
+            if run.reference.model is not None:
+                self.notes.append("reference.model is shown with the size of the run's model")
             yield RoleMemory("REFERENCE", 1, self.weights, activations=above, process=process)
         if any(isinstance(one, RewardModel) for one in run.scored):
             self.notes.append("the memory of reward models is not predicted")

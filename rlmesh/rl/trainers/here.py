@@ -13,7 +13,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,11 +21,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from rlmesh import Alarm, JobInfo, MetricRecord, RestartEvent, StopRequest, WorkerContext, acting_as
+from rlmesh import Alarm, JobInfo, MetricRecord, RestartEvent, StopRequest, Trackers, WorkerContext, acting_as
 from rlmesh.rl.rewards.model import RewardModel
+from rlmesh.rl.roles.actor import ActorRole
 from rlmesh.rl.roles.critic import CriticRole
 from rlmesh.rl.roles.fused import ActorRollout, ActorRolloutRef
+from rlmesh.rl.roles.reference import ReferenceRole
 from rlmesh.rl.roles.reward import RewardRole
+from rlmesh.rl.trainers.job import given_roles
 from rlmesh.rl.trainers.trainer import Trainer, result_of
 
 if TYPE_CHECKING:
@@ -38,9 +41,14 @@ logger = logging.getLogger(__name__)
 ROLES = ("ACTOR", "CRITIC")
 
 
-def run_here(run: Run, run_dir: Path) -> RunResult:
+def run_here(run: Run, run_dir: Path, name: str) -> RunResult:
     """Carry out a run in this process; see `Run.here`."""
     run_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+    with Trackers(run.trackers).following(run_dir, name) if run.trackers else nullcontext():
+        return _run_followed(run, run_dir)
+
+
+def _run_followed(run: Run, run_dir: Path) -> RunResult:
     alone = replace(
         run,
         actor=replace(run.actor, ranks=1),
@@ -48,8 +56,13 @@ def run_here(run: Run, run_dir: Path) -> RunResult:
         rollout=replace(run.rollout, engines=1),
         placement="separate",  # the roles of one process share no device lease
     )
-    kinds: dict[str, type[Any]] = {"ACTOR": ActorRolloutRef if "reference" in run.algorithm.needs else ActorRollout}
-    if "critic" in run.algorithm.needs:
+    needs, responses = run.algorithm.needs, run.algorithm.responses
+    trainer, actor = given_roles(responses)
+    if responses == "sampled":
+        kinds: dict[str, type[Any]] = {"ACTOR": ActorRolloutRef if "reference" in needs else ActorRollout}
+    else:
+        kinds = {"ACTOR": actor or ActorRole} | ({"REFERENCE": ReferenceRole} if "reference" in needs else {})
+    if "critic" in needs and responses != "ranked":
         kinds["CRITIC"] = CriticRole
     kinds |= {one.role: RewardRole for one in run.scored if isinstance(one, RewardModel)}
     link = _MetricsLink(run_dir)
@@ -64,7 +77,7 @@ def run_here(run: Run, run_dir: Path) -> RunResult:
             for role, kind in kinds.items():
                 groups[role] = RoleHere(context(role), kind)
                 groups[role].invoke("setup")
-            driver = RoleHere(context("TRAINER"), lambda: TrainerHere(groups))
+            driver = RoleHere(context("TRAINER"), lambda: trainer_here(trainer or Trainer, groups))
             driver.invoke("setup")
             try:
                 driver.invoke("run")
@@ -77,18 +90,22 @@ def run_here(run: Run, run_dir: Path) -> RunResult:
     return result_of(run_dir)
 
 
-class TrainerHere(Trainer):
-    """The trainer, with roles in its own process.
+def trainer_here(kind: type[Trainer], groups: dict[str, RoleHere]) -> Trainer:
+    """A trainer with roles in its own process.
 
     Args:
+        kind: its class.
         groups: the roles, by name.
     """
 
-    def __init__(self, groups: dict[str, RoleHere]) -> None:
-        self._groups = groups
+    class TrainerHere(kind):  # type: ignore[misc, valid-type]
+        """The trainer, which finds roles in this process."""
 
-    def group(self, role: str) -> Any:
-        return self._groups.get(role) or NO_MEMBERS
+        def group(self, role: str) -> Any:
+            return groups.get(role) or NO_MEMBERS
+
+    made: Trainer = TrainerHere()
+    return made
 
 
 class RoleHere:

@@ -15,6 +15,8 @@ ALGORITHMS = {
     "grpo": "rlmesh.rl.algorithms:GRPO",
     "ppo": "rlmesh.rl.algorithms:PPO",
     "reinforce++": "rlmesh.rl.algorithms:ReinforcePlusPlus",
+    "dpo": "rlmesh.rl.algorithms:DPO",
+    "reward_modelling": "rlmesh.rl.algorithms:RewardModelling",
     "sft": "rlmesh.rl.algorithms:SFT",
     "behaviour_cloning": "rlmesh.rl.algorithms:BehaviourCloning",
     "on_policy_distillation": "rlmesh.rl.algorithms:OnPolicyDistillation",

@@ -239,22 +239,27 @@ def _slow_faults(run: Run, counts: list[str], tried: set[str]) -> Iterator[str]:
     from rlmesh.rl.data.loader import PromptLoader
     from rlmesh.rl.rewards.scoring import unscored
     from rlmesh.rl.rollout.episodes.plan import EpisodePlan
+    from rlmesh.rl.trainings.given import given_texts
 
     try:
         tokenizer = _tokenizer(run)
     except (UsageError, OSError, ValueError) as error:
         yield f"model={run.model!r}: {error}"
         return
+    yield from _teacher_faults(run, tokenizer)
     try:
         data = run.dataset(tokenizer)
         counts.append(f"data: {data.counts}")
+        if run.algorithm.responses != "sampled":
+            for place in range(len(data)):
+                given_texts(data[place].row, run.algorithm.responses)
         yield from _function_faults(
             [one for one in run.scored if one.name not in tried], tokenizer, data[0], _extras(run, data[0].row)
         )
         for model in run.reward_models:
             if model.scores(data[0].row):
                 yield from (f"reward model {model.name!r}: {fault}" for fault in model.faults(tokenizer, data[0].row))
-        yield from unscored(run.scored, data)
+        yield from unscored(run.scored, data) if run.scored else ()
         PromptLoader(data, run.batch_size)
         if (plan := EpisodePlan.of(run)) is not None:
             yield from plan.slow_faults(tokenizer, data[0].row)
@@ -275,6 +280,22 @@ def _positions(model: str) -> int | None:
 
     found = getattr(AutoConfig.from_pretrained(model), "max_position_embeddings", None)
     return found if isinstance(found, int) else None
+
+
+def _teacher_faults(run: Run, tokenizer: Any) -> Iterator[str]:
+    """A fault if the reference is another model with other tokens: its log-probabilities would be of other texts."""
+    model = run.reference.model
+    if model is None or "reference" not in run.algorithm.needs:
+        return
+    from transformers import AutoTokenizer
+
+    try:
+        other = AutoTokenizer.from_pretrained(model)
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        yield f"reference.model={model!r}: {error}"
+        return
+    if other.get_vocab() != tokenizer.get_vocab():
+        yield f"reference.model={model!r} has other tokens than model={run.model!r}: both must have the same tokenizer"
 
 
 def _tokenizer(run: Run) -> Any:

@@ -15,7 +15,6 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -24,6 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from rlmesh.errors import UsageError
+from rlmesh.rl.evaluation.settings import SampleSettings, ValidationSettings
 from rlmesh.rl.rewards.model import RewardModel
 from rlmesh.rl.rewards.reward import Reward
 from rlmesh.rl.rollout.episodes.plan import EpisodePlan
@@ -34,6 +34,7 @@ from rlmesh.rl.trainers.settings import (
     CriticSettings,
     Engine,
     Placement,
+    ReferenceSettings,
     RolloutSettings,
     apply_overrides,
     checked,
@@ -50,6 +51,7 @@ else:
 
 __all__ = ["Run", "RunResult"]
 
+SECTIONS = ("actor", "critic", "reference", "rollout", "episode", "evaluation", "sample_files")
 NEEDS = ("critic", "greedy", "reference")
 
 
@@ -76,11 +78,15 @@ class Run:
         model: a folder or a hub name of a causal language model with its tokenizer.
         data: files or rows of prompts (:class:`rlmesh.rl.data.dataset.RLHFDataset`), or files and their weights in a
             mixture (:func:`rlmesh.rl.data.loader.load_prompts`).
-        rewards: functions, `Reward` and `RewardModel` objects, that score responses.
         algorithm: such as ``GRPO(samples=8)``.
+        rewards: functions, `Reward` and `RewardModel` objects, that score responses; for algorithms that read rewards.
         steps: training steps; each takes one batch of prompts.
         validation: prompts that are never trained on.
         validate_every: steps between validations; 0: before the first and after the last step only.
+        evaluation: how validation prompts are answered and counted.
+        sample_files: which samples are kept in the run directory.
+        trackers: names of trackers that show the metrics: ``wandb``, ``mlflow``, ``trackio``, each also with a project
+            (``wandb:PROJECT``), or ``module:Class``; see `rlmesh.Trackers`. TensorBoard files are always written.
         batch_size: prompts per step.
         max_prompt_tokens: longer prompts are left out, and counted.
         prompt_key: the column of the prompts.
@@ -96,6 +102,7 @@ class Run:
             tools, an agent, or none: then each prompt gets one response.
         episode: limits of episodes of several turns.
         critic: the value function in training, for an algorithm that needs one.
+        reference: the policy that a divergence is measured from, or the teacher of a distillation.
         placement: the devices of the roles. ``"separate"``: each member has one of its own. ``"shared"``: all roles
             share all devices, and take turns. ``"fused"``: one process per device trains, samples and keeps the
             reference, and a critic takes turns with it. ``"auto"``: separate if there are enough GPUs, else shared.
@@ -121,11 +128,14 @@ class Run:
 
     model: str
     data: Any
-    rewards: Sequence[Reward | RewardModel | Callable[..., Any]]
     algorithm: Algorithm
+    rewards: Sequence[Reward | RewardModel | Callable[..., Any]] = ()
     steps: int = 100
     validation: Any = None
     validate_every: int = 0
+    evaluation: ValidationSettings = field(default_factory=ValidationSettings)
+    sample_files: SampleSettings = field(default_factory=SampleSettings)
+    trackers: Sequence[str] = ()
     batch_size: int = 16
     max_prompt_tokens: int = 1024
     pipeline: str = "sync"
@@ -137,6 +147,7 @@ class Run:
     agent: Any = None
     episode: EpisodeSettings = field(default_factory=EpisodeSettings)
     critic: CriticSettings = field(default_factory=CriticSettings)
+    reference: ReferenceSettings = field(default_factory=ReferenceSettings)
     placement: Placement = "auto"
     devices_per_node: int = 0
     nodes: int = 1
@@ -203,20 +214,25 @@ class Run:
 
     def _faults(self) -> Iterator[str]:
         yield from wrong_types(self, "")
-        for name in ("actor", "critic", "rollout", "episode"):
-            section: Any = getattr(self, name)
-            if not dataclasses.is_dataclass(section) or isinstance(section, type):
+        sections: dict[str, Any] = {name: getattr(self, name) for name in SECTIONS}
+        for name, section in sections.items():
+            if not hasattr(section, "faults"):
                 yield f"{name}={section!r} must be settings of its own"
                 continue
             bad = [*wrong_types(section, f"{name}.")]
-            yield from bad or (f"{name}.{fault}" for fault in getattr(self, name).faults())
+            yield from bad or (f"{name}.{fault}" for fault in section.faults())
+        if self.trackers:
+            from rlmesh import Trackers
+
+            yield from (f"trackers: {fault}" for fault in Trackers.faults(self.trackers))
         for name in ("actor", "critic"):
             count, size = getattr(getattr(self, name), "minibatches", 1), getattr(self, "batch_size", 1)
             if checked(count, int) and checked(size, int) and count > size >= 1:
                 yield f"{name}.minibatches={count} must be ≤ batch_size={self.batch_size}"
         yield from EpisodePlan.faults(self)
-        if not self.rewards:
+        if not self.rewards and getattr(self.algorithm, "rewarded", True):
             yield "rewards: give at least one reward"
+        yield from self._given_faults()
         if isinstance(self.pipeline, str):
             yield from self._pipeline_faults()
         for name in ("steps", "batch_size", "max_prompt_tokens", "save_every", "keep_last", "nodes", "reward_workers"):
@@ -235,6 +251,22 @@ class Run:
             yield from self._placement_faults()
         if self.train not in get_args(Engine):
             yield f"train={self.train!r}: the engines are {', '.join(get_args(Engine))}"
+
+    def _given_faults(self) -> Iterator[str]:
+        responses, name = getattr(self.algorithm, "responses", "sampled"), type(self.algorithm).__name__
+        if responses == "sampled":
+            if not getattr(self.algorithm, "rewarded", True) and getattr(self.rollout, "dynamic_sampling", False):
+                yield f"rollout.dynamic_sampling compares rewards, which {name} does not read"
+            return
+        if self.pipeline != "sync":
+            yield f"pipeline={self.pipeline!r}: {name} samples nothing, so there is nothing to be ahead with"
+        if self.rewards:
+            yield f"rewards: {name} learns from the responses of the data, which are not scored; leave rewards out"
+        if self.placement == "fused":
+            yield f"placement='fused': {name} samples nothing, so there is nothing to fuse"
+        steps = [f"actor.{key}" for key in ("epochs", "minibatches") if getattr(self.actor, key, 1) != 1]
+        if responses != "given" and steps:
+            yield f"{' and '.join(steps)} must be 1: the gradient of {name} is exact for one optimizer step per batch"
 
     def _pipeline_faults(self) -> Iterator[str]:
         try:
@@ -326,8 +358,9 @@ class Run:
         """The placement, with ``"auto"`` decided."""
         if self.placement != "auto":
             return self.placement
-        wanted = self.actor.ranks + self.rollout.engines
-        wanted += self.critic.ranks * ("critic" in self.algorithm.needs) + ("reference" in self.algorithm.needs)
+        needs, responses = self.algorithm.needs, self.algorithm.responses
+        wanted = self.actor.ranks + self.rollout.engines * (responses == "sampled")
+        wanted += self.critic.ranks * ("critic" in needs and responses != "ranked") + ("reference" in needs)
         wanted += sum(model.members for model in self.reward_models)
         return "shared" if 0 < self.devices < wanted else "separate"
 
@@ -350,7 +383,7 @@ class Run:
         run_dir = job.known_run_dir(options.get("run_dir"))
         if before_start(self, run_dir) and run_dir is not None:
             return result_of_complete(run_dir)
-        result = job.submit(name, **options)
+        result = job.submit(name, **{"trackers": self.trackers, **options})
         return result_of(Path(result.run_dir))
 
     def here(self, name: str = "run", run_dir: str | Path | None = None) -> RunResult:
@@ -375,4 +408,4 @@ class Run:
         folder = Path("runs") / f"{name}-here-{stamp}" if run_dir is None else Path(run_dir)
         if before_start(self, folder if run_dir is not None else None):
             return result_of_complete(folder)
-        return run_here(self, folder)
+        return run_here(self, folder, name)

@@ -26,6 +26,7 @@ __all__ = [
     "LoraSettings",
     "Placement",
     "Precision",
+    "ReferenceSettings",
     "RolloutSettings",
     "apply_overrides",
     "checked",
@@ -151,6 +152,21 @@ class CriticSettings(ActorSettings):
         yield from super().faults()
         if self.lora.rank:
             yield f"lora.rank={self.lora.rank}: only the actor trains an adapter; leave critic.lora out"
+
+
+@dataclass(frozen=True)
+class ReferenceSettings:
+    """The policy that a divergence is measured from: the one before training, or a teacher.
+
+    Attributes:
+        model: a folder or hub name of a model with the same tokens; ``None``: the run's model.
+    """
+
+    model: str | None = None
+
+    def faults(self) -> Iterator[str]:
+        """One sentence per fault."""
+        return iter(())
 
 
 @dataclass(frozen=True)

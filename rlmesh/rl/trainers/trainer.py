@@ -6,6 +6,7 @@ import json
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
@@ -27,9 +28,12 @@ from rlmesh.errors import (
 from rlmesh.rl.algorithms.protocol import Evaluated, TokenWeights
 from rlmesh.rl.checkpoints.resuming import SUMMARY, TrainerCheckpoints, finished_steps
 from rlmesh.rl.checkpoints.state import seed_generators
+from rlmesh.rl.data.dataset import Prompt
 from rlmesh.rl.data.loader import PromptLoader
 from rlmesh.rl.drift import DriftAlarm, drift
 from rlmesh.rl.engines.rollout import SamplingParams
+from rlmesh.rl.evaluation.saved_run import remember
+from rlmesh.rl.evaluation.validation import Validation
 from rlmesh.rl.packing import Packs, Tokens
 from rlmesh.rl.rewards.reward import Reward
 from rlmesh.rl.rewards.scoring import Rewards
@@ -38,7 +42,17 @@ from rlmesh.rl.rollout.episodes.plan import EpisodePlan
 from rlmesh.rl.rollout.episodes.spreading import EpisodeSpread, episode_metrics, tell_failures
 from rlmesh.rl.rollout.role_engines import OwnSampling
 from rlmesh.rl.rollout.run_sampling import RunSampling, role_engines
-from rlmesh.rl.trainers.batches import joined, lengths_of, matrix_of, packs_of, shares_of, value_metrics, values_of
+from rlmesh.rl.samples.writer import SampleWriter
+from rlmesh.rl.trainers.batches import (
+    advantages_of,
+    joined,
+    lengths_of,
+    matrix_of,
+    packs_of,
+    shares_of,
+    value_metrics,
+    values_of,
+)
 from rlmesh.rl.types import Episode, Group, Outcome, Score
 
 if TYPE_CHECKING:
@@ -59,12 +73,14 @@ class Trainer:
     def setup(self) -> None:
         self.settings: Run = run_settings()
         self.run_dir = Path(current_worker().run_dir)
+        remember(self.run_dir, self.settings)
         self.tokenizer = self.settings.tokenizer()
         self.algorithm = self.settings.algorithm
         self.holder: Any = None
         self.rewards = Rewards(
             self.settings.scored, self.tokenizer, workers=self.settings.reward_workers,
             examine=self.settings.examine if self.settings.schedule.drains else 0, group=self.group,
+            required=self.algorithm.rewarded,
         )  # fmt: skip
         self.validation_rewards = self.rewards
         data = self.settings.dataset(self.tokenizer)
@@ -72,10 +88,9 @@ class Trainer:
         if self.settings.schedule.staleness and getattr(self.algorithm, "correction", True) is None:
             self.tell(f"pipeline={self.settings.pipeline!r}: {UNCORRECTED}")
         loader = PromptLoader(data, self.settings.batch_size, seed=self.settings.seed)
-        self.buffer = RunSampling(
-            self.settings, loader, lambda groups: self.score(self.rewards, groups),
-            lambda one: self.rewards.total(one), self.run_dir,
-        )  # fmt: skip
+        self.buffer = self.make_buffer(loader)
+        self.samples = SampleWriter(self.run_dir, self.settings.sample_files, self.text_of)
+        self.validation = Validation(self)
         self.alarm = DriftAlarm(self.settings.actor.precision)
         self.version, self.last, self.stopped = 0, dict[str, float](), False
         self.checkpoints = TrainerCheckpoints(
@@ -89,6 +104,15 @@ class Trainer:
         self.buffer.close()
         self.rewards.close()
         self.validation_rewards.close()
+        self.samples.close()
+
+    def make_buffer(self, loader: PromptLoader) -> Any:
+        """The groups between sampling and training: a `RunSampling`, or an object with its methods."""
+        rewarded = self.algorithm.rewarded
+        return RunSampling(
+            self.settings, loader, lambda groups: self.score(self.rewards, groups),
+            lambda one: self.rewards.total(one) if rewarded else Score(0.0), self.run_dir,
+        )  # fmt: skip
 
     def run(self) -> None:
         if finished_steps(self.run_dir) >= self.settings.steps:
@@ -129,15 +153,19 @@ class Trainer:
         groups = self.buffer.take(step)
         if not self.settings.schedule.drains:  # groups are scored one by one
             self.rewards.show(groups, self.settings.examine)
+        self.validation.begin()
         packs, batch = self.evaluate(groups)
         metrics = self.rewards.metrics(groups) | lengths_of(groups)
         if self.episodes is not None:
             tell_failures(groups)
             metrics |= episode_metrics(groups)
-        metrics |= self.train(packs, batch, self.algorithm.weigh(batch))
+        weights = self.algorithm.weigh(batch)
+        metrics |= self.train(packs, batch, weights)
+        self.samples.add(step, groups, self.rewards.total, advantages=advantages_of(groups, batch, weights))
         self.version = step
         self.buffer.trained(step)
         metrics |= self.save()
+        self.validation.end()
         self.publish()
         self.finish(step, metrics | self.buffer.report() | {"step_time_s": time.perf_counter() - began})
         self.buffer.advance(step)
@@ -155,16 +183,26 @@ class Trainer:
         )  # fmt: skip
 
     def play(
-        self, prompts: Sequence[list[int]], rows: Sequence[Mapping[str, Any]], *, greedy: bool = False, seed: int = 0
-    ) -> list[list[Episode]]:
-        """The episodes of each prompt: one, or one per branch that an agent opened."""
+        self, prompts: Sequence[list[int]], rows: Sequence[Mapping[str, Any]], *, greedy: bool = False, seed: int = 0,
+        temperature: float | None = None,
+    ) -> list[list[Episode]]:  # fmt: skip
+        """The episodes of each prompt: one, or one per branch that an agent opened. See `generate`."""
         if self.episodes is None:
-            return [[episode] for episode in self.generate(prompts, greedy=greedy, seed=seed)]
-        return self.episodes.make(prompts, rows, self.settings.rollout.params(greedy=greedy, seed=seed))
+            found = self.generate(prompts, greedy=greedy, seed=seed, temperature=temperature)
+            return [[episode] for episode in found]
+        return self.episodes.make(prompts, rows, self.sampling(greedy=greedy, seed=seed, temperature=temperature))
 
-    def generate(self, prompts: Sequence[list[int]], *, greedy: bool = False, seed: int = 0) -> list[Episode]:
-        """One episode per prompt, sampled or greedy. The prompts are spread over the engines."""
+    def sampling(self, *, greedy: bool, seed: int, temperature: float | None) -> SamplingParams:
+        """Parameters of sampling: at the temperature of training, at ``temperature``, or greedy."""
         params = self.settings.rollout.params(greedy=greedy, seed=seed)
+        return params if temperature is None or greedy else replace(params, temperature=temperature)
+
+    def generate(
+        self, prompts: Sequence[list[int]], *, greedy: bool = False, seed: int = 0, temperature: float | None = None
+    ) -> list[Episode]:
+        """One episode per prompt, sampled (at the temperature of training, or at ``temperature``) or greedy. The
+        prompts are spread over the engines."""
+        params = self.sampling(greedy=greedy, seed=seed, temperature=temperature)
         for _ in range(PUSHES):
             try:
                 return self.draw(prompts, params)
@@ -276,18 +314,22 @@ class Trainer:
         if log_probs is None:
             rows = self.actor.call("first_log_probs").result()
             log_probs = matrix_of(batch.mask, joined(packs["actor"]), [one for own in rows for one in own])
+        return {
+            **{name: value for report in reports for name, value in report.items()},
+            **value_metrics(batch, weights),
+            **weights.metrics,
+            **self.gap(log_probs, batch),
+            "prompt_tokens_saved": joined(packs["actor"]).saved_share,
+        }
+
+    def gap(self, log_probs: torch.Tensor, batch: Evaluated) -> dict[str, float]:
+        """The gap between the log-probabilities of rollout engine and actor, and whether it is an alarm."""
         # Log-probabilities of other weights differ rightly.
         same = batch.mask if batch.current is None else batch.mask & batch.current.unsqueeze(1)
         alarms = self.alarm.check(drift(log_probs, batch.sampled_log_probs, same), version=self.version)
         if self.settings.schedule.staleness:
             alarms["off_policy_k3"] = drift(log_probs, batch.sampled_log_probs, batch.mask).k3
-        return {
-            **{name: value for report in reports for name, value in report.items()},
-            **value_metrics(batch, weights),
-            **weights.metrics,
-            **alarms,
-            "prompt_tokens_saved": joined(packs["actor"]).saved_share,
-        }
+        return alarms
 
     def save(self, *, now: bool = False) -> dict[str, float]:
         """Begin a checkpoint of all models in training if this step is to have one, or ``now``. It is completed in the
@@ -333,7 +375,7 @@ class Trainer:
     def finish(self, step: int, metrics: dict[str, float]) -> None:
         """Validate and report, note on disk that the step is done, and complete its checkpoint."""
         settings = self.settings
-        if step == settings.steps or (settings.validate_every and step % settings.validate_every == 0):
+        if self.validation.due(step) and not self.validation.postpone(step):
             metrics |= self.validate()
         self.last = {name: value for name, value in metrics.items() if np.isfinite(value)}
         self.last["steps_lost"] = float(self.checkpoints.lost)
@@ -351,17 +393,9 @@ class Trainer:
         return True
 
     def validate(self) -> dict[str, float]:
-        """Mean rewards of greedy responses to the validation prompts; empty if the run has no validation data."""
-        if self.settings.validation is None:
-            return {}
-        prompts = list(self._validation)
-        rows = [prompt.row for prompt in prompts]
-        episodes = self.play([prompt.ids.tolist() for prompt in prompts], rows, greedy=True)
-        groups = [
-            Group((0, prompt.index), (one[0],), prompt.row) for prompt, one in zip(prompts, episodes, strict=True)
-        ]
-        found = self.validation_rewards.metrics(self.score(self.validation_rewards, groups))
-        return {f"val/{name}": value for name, value in found.items()}
+        """Rewards of responses to the validation prompts, by the weights that the engines serve; empty without
+        validation data."""
+        return self.validation.run(self.version)
 
     def export(self) -> None:
         """Leave the trained policy as a folder, and the last metrics as JSON."""
@@ -445,6 +479,7 @@ class Trainer:
 
     def begin(self) -> None:
         """Bring all models in training to the same step, and publish the weights; at step 0, validate."""
+        self.validation.drop()
         before, self.holder = self.version, None
         self.connect()
         self.buffer.pause()
@@ -471,8 +506,17 @@ class Trainer:
         return WeightSync(self.actor, self.engines)
 
     @cached_property
-    def _validation(self) -> Any:
-        return self.settings.dataset(self.tokenizer, self.settings.validation)
+    def validation_prompts(self) -> list[Prompt] | None:
+        """The prompts of the validation data; ``None`` without any."""
+        if self.settings.validation is None:
+            return None
+        data = self.settings.dataset(self.tokenizer, self.settings.validation)
+        return [data[place] for place in range(len(data))]
+
+    def text_of(self, ids: Sequence[int]) -> str:
+        """The text of tokens, for people who read samples."""
+        text: str = self.tokenizer.decode(ids, skip_special_tokens=False)
+        return text
 
 
 def _trained_role_restarted() -> bool:

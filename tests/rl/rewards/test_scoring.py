@@ -196,7 +196,7 @@ def test_a_row_without_what_the_function_wants_is_told() -> None:
 
 def test_options_reach_the_function(score: Any) -> None:
     found, _ = score([Reward(gsm8k.compute_score, options={"method": "flexible"})], [group("it is 4")])
-    assert found[0]["gsm8k"] == Score(1.0)
+    assert found[0]["gsm8k"] == Score(1.0, answer="4")
 
 
 def test_scored_groups_are_shown_later_as_they_would_be_at_once(score: Any, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,0 +1,1 @@
+"""Commands about trained models and the samples of a training."""

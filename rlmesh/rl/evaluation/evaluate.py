@@ -1,0 +1,119 @@
+"""`evaluate`: a model or a checkpoint on a data set, without training."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rlmesh import private_files
+from rlmesh.errors import UsageError
+from rlmesh.rl.algorithms.protocol import Algorithm
+from rlmesh.rl.checkpoints.store import checkpoint_folder, read_checkpoint, saved_step
+from rlmesh.rl.evaluation.settings import SampleSettings
+from rlmesh.rl.trainers.job import build
+from rlmesh.rl.trainers.run import Run
+from rlmesh.rl.trainers.settings import LoraSettings
+
+__all__ = ["EvaluationResult", "EvaluationRun", "evaluate", "of_run_directory"]
+
+RESULT_FILE = "evaluation.json"
+
+
+@dataclass(frozen=True)
+class EvaluationRun(Run):
+    """The settings of an evaluation: those of a run, whose validation data are answered once.
+
+    Attributes:
+        checkpoint: the folder of the actor's checkpoint; ``None``: the weights of ``model``.
+    """
+
+    checkpoint: str | None = None
+
+
+@dataclass(frozen=True)
+class EvaluationResult:
+    """The result of an evaluation.
+
+    Attributes:
+        run_dir: its directory, with the samples.
+        metrics: by name.
+    """
+
+    run_dir: Path
+    metrics: Mapping[str, float]
+
+
+def of_run_directory(run_dir: Path, run: Run, step: int | None = None) -> dict[str, Any]:
+    """The weights of a run, as arguments of `evaluate`.
+
+    Args:
+        run_dir: of a training that runs or has ended.
+        run: its settings.
+        step: of a checkpoint; ``None``: the trained model, or, if the training has not ended, the last checkpoint.
+
+    Raises:
+        UsageError: there are no such weights (names those that there are), or the checkpoint is not complete.
+    """
+    model = run_dir / "model"
+    if step is None and (model / "config.json").is_file():
+        return {"model": str(model)}
+    saved = saved_step(run_dir) if step is None else step
+    folder = checkpoint_folder(run_dir, saved)
+    if saved and folder.is_dir():
+        return {"checkpoint": str(read_checkpoint(folder).require_part("actor").absolute())}
+    steps = sorted(int(one.name.partition("-")[2]) for one in (run_dir / "checkpoints").glob("step-*"))
+    there = f"checkpoints of steps {', '.join(map(str, steps))}" if steps else "no checkpoint"
+    trained = " and a trained model" if model.is_dir() else ""
+    asked = "no trained model" if step is None else f"no checkpoint of step {step}"
+    raise UsageError(f"{run_dir} has {asked}; it has {there}{trained}")
+
+
+def evaluate(
+    run: Run,
+    *,
+    model: str | None = None,
+    checkpoint: str | None = None,
+    data: Any = None,
+    name: str = "evaluation",
+    **options: Any,
+) -> EvaluationResult:
+    """Answer the prompts of a data set with a model, and count, as a validation of the run does.
+
+    Args:
+        run: settings; ``evaluation``, ``rewards`` and ``rollout`` say how to answer and to count.
+        model: a folder or hub name; ``None``: that of the run.
+        checkpoint: the folder of an actor's checkpoint of that run; its weights replace those of the model.
+        data: prompts; ``None``: the validation data of the run.
+        name: of the job.
+        options: of `DLJob.submit`.
+
+    Raises:
+        UsageError: something is wrong with the settings; no process was started.
+        JobFailed: the job failed; the error names the root cause.
+    """
+    prompts = run.validation if data is None else data
+    if prompts is None:
+        raise UsageError("there are no prompts: the run has no validation data, and no other data were given")
+    # A mixture of data sets is for training: an evaluation takes all prompts of all of them.
+    prompts = list(prompts) if isinstance(prompts, Mapping) else prompts
+    settings = {one.name: getattr(run, one.name) for one in dataclasses.fields(Run)}
+    changed = {
+        "model": run.model if model is None else model,
+        "data": prompts, "validation": prompts, "batch_size": 1, "algorithm": Algorithm(),
+        "placement": "auto" if run.placement == "fused" else run.placement,
+        "pipeline": "sync", "resume": "auto", "restore": None, "keep_best": "",
+        "sample_files": SampleSettings(most_mib=run.sample_files.most_mib),
+    }  # fmt: skip
+    if checkpoint is None:
+        changed["actor"] = dataclasses.replace(run.actor, lora=LoraSettings())
+    task = EvaluationRun(**{**settings, **changed}, checkpoint=checkpoint)
+    task.check()
+    from rlmesh.rl.evaluation.roles import EvaluatedActor, Evaluator
+
+    found = build(task, trainer=Evaluator, actor=EvaluatedActor).submit(name, **options)
+    run_dir = Path(found.run_dir)
+    return EvaluationResult(run_dir, json.loads(private_files.read(run_dir / RESULT_FILE)))

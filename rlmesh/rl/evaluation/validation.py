@@ -1,0 +1,120 @@
+"""`Validation`: the validation of a trainer, at once or in the background of the next step."""
+
+from __future__ import annotations
+
+import contextvars
+import threading
+from concurrent.futures import Future
+from typing import TYPE_CHECKING
+
+from rlmesh import current_worker
+from rlmesh.rl.evaluation.metrics import validation_metrics
+from rlmesh.rl.types import Group
+
+if TYPE_CHECKING:
+    from rlmesh.rl.trainers.trainer import Trainer
+
+__all__ = ["Validation"]
+
+
+class Validation:
+    """Answers the validation prompts with the engines' weights, scores the responses, and reports the numbers.
+
+    In the pipeline ``sync`` the engines are idle while a step trains. So the validation of a step can run then: it
+    begins once the next step's responses are there, and ends before the next push, so that all its responses are of one
+    version. Its numbers are reported under the step whose weights they are of.
+
+    Args:
+        trainer: samples, scores and keeps samples.
+    """
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer = trainer
+        self._waiting: int | None = None
+        self._running: tuple[int, Future[dict[str, float]]] | None = None
+
+    def due(self, step: int) -> bool:
+        """True if the weights of a step are validated."""
+        run = self._trainer.settings
+        if run.validation is None:
+            return False
+        return step in (0, run.steps) or bool(run.validate_every and step % run.validate_every == 0)
+
+    def run(self, step: int) -> dict[str, float]:
+        """The numbers of a step's weights, which the engines must serve; empty without validation data."""
+        trainer = self._trainer
+        run, prompts = trainer.settings, trainer.validation_prompts
+        if prompts is None:
+            return {}
+        count, temperature = run.evaluation.samples, run.evaluation.temperature_of(run.rollout.temperature)
+        asked = [prompt for prompt in prompts for _ in range(count)]
+        played = trainer.play(
+            [prompt.ids.tolist() for prompt in asked],
+            [prompt.row for prompt in asked],
+            greedy=temperature == 0,
+            temperature=temperature,
+            seed=run.seed,
+        )
+        episodes = [branches[0] for branches in played]
+        if mixed := {version for one in episodes if (version := one.policy_version) not in (step, None)}:
+            raise RuntimeError(f"validation of step {step}: sampled by versions {sorted(map(str, mixed))}")
+        groups = [
+            Group((0, prompt.index), tuple(episodes[place * count : (place + 1) * count]), prompt.row)
+            for place, prompt in enumerate(prompts)
+        ]
+        rewards = trainer.validation_rewards
+        groups = trainer.score(rewards, groups)
+        trainer.samples.add(step, groups, rewards.total, split="validation")
+        found = {f"val/{name}": value for name, value in rewards.metrics(groups).items()}
+        return found | validation_metrics(groups, rewards.total, right=run.evaluation.right)
+
+    # In the background.
+
+    def postpone(self, step: int) -> bool:
+        """Leave the validation of a step to the next step's background, if that is possible; True if it is."""
+        trainer = self._trainer
+        run = trainer.settings
+        possible = (
+            run.evaluation.background
+            and run.schedule.staleness == 0
+            and step < run.steps
+            and not trainer.shares
+            and trainer.engines is not trainer.actor
+            and "greedy" not in trainer.algorithm.needs
+        )
+        if possible:
+            self._waiting = step
+        return possible
+
+    def begin(self) -> None:
+        """Start the validation that was left to the background, if there is one. The engines are idle from now on."""
+        step, self._waiting = self._waiting, None
+        if step is None:
+            return
+        future: Future[dict[str, float]] = Future()
+        self._running = step, future
+
+        def work() -> None:
+            try:
+                future.set_result(self.run(step))
+            except BaseException as error:
+                future.set_exception(error)
+
+        context = contextvars.copy_context()
+        threading.Thread(target=context.run, args=(work,), name="validation", daemon=True).start()
+
+    def end(self) -> None:
+        """Wait for the validation in the background, and report its numbers. Raises what the validation raised."""
+        running, self._running = self._running, None
+        if running is not None:
+            step, future = running
+            metrics = future.result()
+            run = self._trainer.settings
+            current_worker().report(step=step, total_steps=run.steps, **metrics)
+
+    def drop(self) -> None:
+        """Forget the validation that waits, and wait for the one in the background, whose numbers are not reported."""
+        self._waiting = None
+        running, self._running = self._running, None
+        if running is not None:
+            running[1].exception()

@@ -1,0 +1,123 @@
+"""Samples as columns of a table: one row per episode."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from rlmesh.rl.types import Abstain, Episode, Failed, Group, Outcome, Score
+
+__all__ = ["TOKENS", "SampledStep", "columns_of"]
+
+TOKENS = ("prompt_ids", "response_ids", "response_mask", "log_probs")
+"""Columns with a list per row, which a reader for people leaves out."""
+
+Decode = Callable[[Sequence[int]], str]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SampledStep:
+    """The samples of one step.
+
+    Attributes:
+        step: training steps that the weights of the sampling had seen, plus one in a training; 0 before the first.
+        split: ``train`` or ``validation``.
+        groups: with outcomes.
+        totals: the reward of each episode, group by group.
+        advantages: of each episode, group by group; NaN where an episode was not trained on.
+    """
+
+    step: int
+    split: str
+    groups: tuple[Group, ...]
+    totals: tuple[Outcome, ...]
+    advantages: tuple[float, ...]
+
+
+def columns_of(batch: SampledStep, decode: Decode) -> dict[str, list[Any]]:
+    """The columns of a step's samples.
+
+    ``step``, ``split``, ``epoch``, ``index`` (of the prompt in the data), ``sample`` (its number within the prompt),
+    ``data_source``, ``prompt``, ``response``, ``ground_truth``, ``finish_reason``, ``tokens`` (sampled ones),
+    ``first_version`` and ``last_version`` of the weights that sampled, ``versions`` as JSON (spans over the tokens that
+    the policy sampled, turn by turn), ``reward`` (the weighted sum; null if it failed or abstained), ``said`` (the
+    reason), ``answer``, ``advantage`` (mean over the sampled tokens), those of `TOKENS`, and for each reward
+    ``reward/NAME``, ``reward/NAME/said`` and ``reward/NAME/METRIC``.
+    """
+    rows = []
+    outcomes, advantages = iter(batch.totals), iter(batch.advantages)
+    for group in batch.groups:
+        prompt = decode(group.episodes[0].prompt_ids.tolist())
+        for number, episode in enumerate(group.episodes):
+            row = _place(batch, group, number, prompt) | _sampled(episode, decode) | _scored(episode, next(outcomes))
+            advantage = next(advantages)
+            row["advantage"] = None if np.isnan(advantage) else advantage
+            rows.append(row)
+    names = list(dict.fromkeys(name for row in rows for name in row))
+    return {name: [row.get(name) for row in rows] for name in names}
+
+
+def _place(batch: SampledStep, group: Group, number: int, prompt: str) -> dict[str, Any]:
+    source = group.row.get("data_source")
+    return {
+        "step": batch.step,
+        "split": batch.split,
+        "epoch": group.key[0],
+        "index": group.key[-1],
+        "sample": number,
+        "data_source": None if source is None else str(source),
+        "prompt": prompt,
+        "ground_truth": _truth(group.row),
+    }
+
+
+def _sampled(episode: Episode, decode: Decode) -> dict[str, Any]:
+    ids, start = episode.ids, len(episode.prompt_ids)
+    spans = [list(span) for turn in episode.turns for span in turn.version_spans]
+    versions = [version for version, *_ in spans]
+    return {
+        "response": decode(ids[start:].tolist()),
+        "finish_reason": episode.finish_reason,
+        "tokens": episode.response_tokens,
+        "first_version": min(versions, default=None),
+        "last_version": max(versions, default=None),
+        "versions": json.dumps(spans),
+        "prompt_ids": episode.prompt_ids.tolist(),
+        "response_ids": ids[start:].tolist(),
+        "response_mask": episode.mask[start:].tolist(),
+        "log_probs": episode.sampled_log_probs[start:].tolist(),
+    }
+
+
+def _scored(episode: Episode, total: Outcome) -> dict[str, Any]:
+    row: dict[str, Any] = {"reward": _value(total), "said": _said(total)}
+    row["answer"] = total.answer if isinstance(total, Score) else None
+    for name, outcome in episode.outcomes.items():
+        row[f"reward/{name}"] = _value(outcome)
+        row[f"reward/{name}/said"] = _said(outcome)
+        if isinstance(outcome, Score):
+            row |= {f"reward/{name}/{metric}": float(number) for metric, number in outcome.metrics.items()}
+    return row
+
+
+def _value(outcome: Outcome) -> float | None:
+    return float(outcome.value) if isinstance(outcome, Score) else None
+
+
+def _said(outcome: Outcome) -> str:
+    if isinstance(outcome, Failed):
+        return f"failed: {outcome.reason}"
+    if isinstance(outcome, Abstain):
+        return f"abstained: {outcome.reason}" if outcome.reason else "abstained"
+    return outcome.reason
+
+
+def _truth(row: Mapping[str, Any]) -> str | None:
+    from rlmesh.rl.rewards.reward import ground_truth_of
+
+    truth = ground_truth_of(row)
+    return truth if truth is None or isinstance(truth, str) else json.dumps(truth, default=str, ensure_ascii=False)

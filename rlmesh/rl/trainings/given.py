@@ -1,0 +1,130 @@
+"""Groups of episodes from rows that have their responses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from rlmesh.errors import UsageError
+from rlmesh.rl.algorithms.protocol import Responses
+from rlmesh.rl.data.loader import Drawn, PromptLoader
+from rlmesh.rl.roles.reward import conversation_ids
+from rlmesh.rl.types import Episode, Group, Turn
+
+__all__ = ["COLUMNS", "GivenBuffer", "given_groups", "given_texts"]
+
+COLUMNS: Mapping[str, tuple[str, ...]] = {
+    "given": ("response",), "pairs": ("chosen", "rejected"), "ranked": ("chosen", "rejected"),
+}  # fmt: skip
+"""The columns of the responses."""
+
+
+def given_texts(row: Mapping[str, Any], kind: Responses) -> list[str]:
+    """The responses of a row: of a column, or of ``extra_info``; a text, or messages whose last one is the response.
+
+    Raises:
+        UsageError: the row lacks one; names the columns.
+    """
+    extra = row.get("extra_info")
+    found = []
+    for column in COLUMNS[kind]:
+        value = row.get(column)
+        if value is None and isinstance(extra, Mapping):
+            value = extra.get(column)
+        if isinstance(value, Sequence) and not isinstance(value, str) and value and isinstance(value[-1], Mapping):
+            value = value[-1].get("content")
+        if not isinstance(value, str):
+            raise UsageError(
+                f"a row has no text as {column!r}, which the algorithm learns from; its columns are {', '.join(row)}"
+            )
+        found.append(value)
+    return found
+
+
+class GivenBuffer:
+    """The groups of a run whose responses are in the data: those of a step follow from its number.
+
+    Args:
+        groups: makes groups of prompts.
+        loader: the prompts.
+    """
+
+    def __init__(self, groups: Callable[[Sequence[Drawn]], list[Group]], loader: PromptLoader) -> None:
+        self._groups, self._loader = groups, loader
+
+    def take(self, step: int) -> list[Group]:
+        """The groups of a step."""
+        return self._groups(self._loader.batch(step - 1))
+
+    def connect(self, *args: Any, **options: Any) -> None:
+        """Do nothing: there are no engines."""
+
+    def pause(self) -> None:
+        """Do nothing: nothing is being sampled."""
+
+    def trained(self, step: int) -> None:
+        """Do nothing: no slot is used."""
+
+    def advance(self, version: int) -> None:
+        """Do nothing: nothing gets the weights."""
+
+    def report(self) -> dict[str, float]:
+        """No numbers."""
+        return {}
+
+    def close(self) -> None:
+        """Do nothing: there is no ledger."""
+
+
+def given_groups(
+    drawn: Sequence[Drawn], tokenizer: Any, kind: Responses, most_tokens: int, key: str = "prompt"
+) -> list[Group]:
+    """One group per prompt, with the responses of its row; longer responses are cut. The responses of a ``ranked`` pair
+    have a group each, since packing takes them for prompts.
+
+    Args:
+        drawn: prompts with their rows.
+        tokenizer: of transformers.
+        kind: of the algorithm's responses.
+        most_tokens: of a response.
+        key: the column of the prompts.
+    """
+    found = []
+    for one in drawn:
+        row = one.prompt.row
+        episodes = [_episode(one, text, tokenizer, kind, most_tokens, key) for text in given_texts(row, kind)]
+        parts = [(episode,) for episode in episodes] if kind == "ranked" else [tuple(episodes)]
+        found += [Group(one.key, part, row) for part in parts]
+    return found
+
+
+def _episode(one: Drawn, text: str, tokenizer: Any, kind: Responses, most_tokens: int, key: str) -> Episode:
+    prompt = one.prompt.ids.tolist()
+    ids = _response_ids(one.prompt.row[key], prompt, text, tokenizer)
+    cut, ids = len(ids) > most_tokens, ids[:most_tokens]
+    reason = "length" if cut else "stop"
+    if kind == "ranked":
+        # The value of a whole response is that before a token that would follow it: the only one that counts.
+        return Episode((Turn.said([*prompt, *ids]), _given([ids[-1]])), reason)
+    return Episode((Turn.said(prompt), _given(ids)), reason)
+
+
+def _given(ids: Sequence[int]) -> Turn:
+    """A turn that is trained on as if the policy had sampled it; nobody did, so its log-probabilities are 0."""
+    count = len(ids)
+    return Turn(np.asarray(ids, np.int32), "policy", np.zeros(count, np.float32), version_spans=((0, 0, count),))
+
+
+def _response_ids(prompt: Any, prompt_ids: list[int], text: str, tokenizer: Any) -> list[int]:
+    """The tokens of a response, up to the end token, which is added if it is missing."""
+    whole = conversation_ids(tokenizer, prompt, text)
+    if whole[: len(prompt_ids)] == prompt_ids and len(whole) > len(prompt_ids):
+        ids = whole[len(prompt_ids) :]
+    else:  # the end of the prompt and the beginning of the response make other tokens together
+        ids = list(tokenizer(text, add_special_tokens=False)["input_ids"])
+    end = tokenizer.eos_token_id
+    if end is None:
+        return ids
+    return ids[: ids.index(end) + 1] if end in ids else [*ids, end]

@@ -1,0 +1,87 @@
+"""Trainers on given responses: without rollout engines and without rewards."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from rlmesh.rl.algorithms.protocol import Evaluated, TokenWeights
+from rlmesh.rl.data.loader import Drawn, PromptLoader
+from rlmesh.rl.evaluation.settings import SampleSettings
+from rlmesh.rl.packing import Packs
+from rlmesh.rl.samples.writer import SampleWriter
+from rlmesh.rl.trainers.batches import joined, matrix_of, shares_of
+from rlmesh.rl.trainers.trainer import Trainer
+from rlmesh.rl.trainings.given import GivenBuffer, given_groups
+from rlmesh.rl.types import Group
+
+__all__ = ["GivenTrainer", "RewardModelTrainer"]
+
+
+class GivenTrainer(Trainer):
+    """Trains on the responses of the data: for `SFT` and `DPO`."""
+
+    def setup(self) -> None:
+        super().setup()
+        self.samples = SampleWriter(self.run_dir, SampleSettings(every=0), self.text_of)  # the data have them
+
+    def make_buffer(self, loader: PromptLoader) -> Any:
+        return GivenBuffer(self.groups_of, loader)
+
+    def connect(self) -> None:
+        """Nothing samples."""
+
+    def groups_of(self, drawn: Sequence[Drawn]) -> list[Group]:
+        """The groups of prompts, with the responses of their rows."""
+        run = self.settings
+        most, key = run.rollout.max_tokens, run.prompt_key
+        return given_groups(drawn, self.tokenizer, self.algorithm.responses, most, key)
+
+    def publish(self) -> None:
+        """Nothing samples, so nothing gets the weights."""
+
+    def gap(self, log_probs: torch.Tensor, batch: Evaluated) -> dict[str, float]:
+        return {}  # no engine sampled
+
+    def validate(self) -> dict[str, float]:
+        """The algorithm's numbers on the validation data, and the mean loss of their tokens, ``val/nll`` in nats."""
+        prompts = self.validation_prompts
+        if prompts is None:
+            return {}
+        groups = self.groups_of([Drawn((0, prompt.index), prompt) for prompt in prompts])
+        packs, batch = self.evaluate(groups)
+        found = dict(self.algorithm.weigh(batch).metrics) | self.likelihood(packs, batch)
+        return {f"val/{name}": value for name, value in found.items()}
+
+    def likelihood(self, packs: dict[str, list[Packs]], batch: Evaluated) -> dict[str, float]:
+        """The mean of −log π over the tokens of the responses."""
+        log_probs = batch.log_probs
+        if log_probs is None:
+            own = joined(packs["actor"])
+            rows = self.ask(self.actor, "log_probs", own, self.version).result()
+            log_probs = matrix_of(batch.mask, own, [one for each in rows for one in each])
+        return {"nll": -float(log_probs[batch.mask].mean())}
+
+
+class RewardModelTrainer(GivenTrainer):
+    """Trains the model with one label that its only role, the actor, has: for `RewardModelling`."""
+
+    @property
+    def critic(self) -> Any:
+        return self.actor
+
+    def trained(self) -> list[tuple[str, Any, Any]]:
+        return [("critic", self.actor, self.settings.actor)]
+
+    def train(self, packs: dict[str, list[Packs]], batch: Evaluated, weights: TokenWeights) -> dict[str, float]:
+        shares = [shares_of(one, batch, weights) for one in packs["critic"]]
+        by_rank = [list(own) for own in zip(*shares, strict=True)]
+        reports = self.actor.call("update", by_rank, [self.version] * len(by_rank), _scatter=True).result()
+        # The critic's error has the gradient of the loss of pairs, not its value.
+        wanted = ("critic/grad_norm", "critic/lr")
+        return {**{name: reports[0][name] for name in wanted if name in reports[0]}, **weights.metrics}
+
+    def likelihood(self, packs: dict[str, list[Packs]], batch: Evaluated) -> dict[str, float]:
+        return {}

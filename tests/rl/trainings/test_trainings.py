@@ -1,0 +1,209 @@
+"""Trainings on given responses, and distillation from a teacher: what is wrong is said, and the examples learn."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("transformers")
+
+from rlmesh.errors import UsageError
+from rlmesh.rl.algorithms import DPO, GRPO, SFT, OnPolicyDistillation, RewardModelling
+from rlmesh.rl.data.dataset import Prompt
+from rlmesh.rl.data.loader import Drawn
+from rlmesh.rl.trainers.run import Run, RunResult
+from rlmesh.rl.trainers.settings import ActorSettings, ReferenceSettings
+from rlmesh.rl.trainings.given import given_groups, given_texts
+from tests.rl.run_job import is_a
+
+EXAMPLES = Path(__file__).parents[3] / "examples" / "trainings"
+PAIRS = [{"prompt": "ab>", "chosen": "a", "rejected": "b"}] * 4
+
+
+@pytest.fixture(autouse=True)
+def _examples(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    yield
+    for name in ("sft", "dpo", "reward_model", "distillation", "behaviour_cloning", "tiny_model"):
+        sys.modules.pop(name, None)
+
+
+def make(model: Path, **changes: Any) -> Run:
+    return Run(**{"model": str(model), "data": PAIRS, "algorithm": DPO(), "batch_size": 2, "steps": 2} | changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"rewards": [is_a]}, "rewards: DPO learns from the responses of the data, which are not scored"),
+        ({"actor": ActorSettings(epochs=2, minibatches=2)}, "actor.epochs and actor.minibatches must be 1"),
+        ({"placement": "fused"}, "DPO samples nothing"),
+        ({"algorithm": GRPO()}, "rewards: give at least one reward"),
+        ({"reference": "big"}, "reference='big' must be"),
+    ],
+)
+def test_settings_that_do_not_fit_are_refused(tiny: Path, changes: dict[str, Any], said: str) -> None:
+    with pytest.raises(UsageError) as raised:
+        make(tiny, **changes)
+    assert said in str(raised.value)
+
+
+def test_data_without_responses_and_teachers_with_other_tokens_are_refused(tiny: Path, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="a row has no text as 'response', which the algorithm learns from; its colum"):
+        make(tiny, algorithm=SFT()).submit()
+    from tests.rl.tiny import make_config, make_tokenizer
+
+    make_tokenizer(tmp_path, words=["<pad>", "<end>", *"xyz", ">"])
+    make_config().save_pretrained(tmp_path)
+    teacher = ReferenceSettings(model=str(tmp_path))
+    with pytest.raises(UsageError, match=r"reference\.model=.* has other tokens than model="):
+        make(tiny, algorithm=OnPolicyDistillation(), reference=teacher).submit()
+
+
+def test_the_roles_of_a_job_are_those_that_the_algorithm_uses(tiny: Path) -> None:
+    roles = {
+        type(algorithm).__name__: set(make(tiny, algorithm=algorithm).job().workloads)
+        for algorithm in (SFT(), DPO(), RewardModelling(), OnPolicyDistillation())
+    }
+    assert roles == {
+        "SFT": {"TRAINER", "ACTOR"},
+        "DPO": {"TRAINER", "ACTOR", "REFERENCE"},
+        "RewardModelling": {"TRAINER", "ACTOR"},
+        "OnPolicyDistillation": {"TRAINER", "ACTOR", "ROLLOUT", "REFERENCE"},
+    }
+
+
+def test_responses_come_from_columns_messages_and_extra_info() -> None:
+    messages = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "yes"}]
+    assert given_texts({"chosen": messages, "extra_info": {"rejected": "no"}}, "pairs") == ["yes", "no"]
+    with pytest.raises(UsageError, match="no text as 'rejected'"):
+        given_texts({"chosen": "yes", "rejected": 3}, "ranked")
+
+
+def test_a_response_ends_with_the_end_token_and_a_ranked_one_has_a_single_target(tiny: Path) -> None:
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(tiny)
+    prompt = np.asarray(tokenizer("ab>")["input_ids"], np.int32)
+    drawn = [Drawn((0, 0), Prompt(prompt, {"prompt": "ab>", "chosen": "abc", "rejected": "b<end>"}, 0))]
+    (pair,) = given_groups(drawn, tokenizer, "pairs", 3)
+    letters = tokenizer.convert_ids_to_tokens
+    assert [letters(one.turns[1].ids.tolist()) for one in pair.episodes] == [["a", "b", "c"], ["b", "<end>"]]
+    assert [one.finish_reason for one in pair.episodes] == ["length", "stop"]
+    first, second = given_groups(drawn, tokenizer, "ranked", 10)
+    assert letters(first.episodes[0].prompt_ids.tolist()) == ["a", "b", ">", "a", "b", "c", "<end>"]
+    assert first.episodes[0].mask.sum() == second.episodes[0].mask.sum() == 1
+
+
+# The examples
+
+
+def learned(run: Run, run_dir: Path) -> tuple[RunResult, list[dict[str, float]]]:
+    result = run.here(run_dir=run_dir)
+    reports = [json.loads(line)["metrics"] for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    return result, [one for one in reports if one]
+
+
+@pytest.fixture(scope="module")
+def teacher(tmp_path_factory: pytest.TempPathFactory) -> tuple[RunResult, list[dict[str, float]]]:
+    """A model of twice the width, fine-tuned by the example."""
+    sys.path.insert(0, str(EXAMPLES))
+    try:
+        import sft
+        import tiny_model
+    finally:
+        sys.path.remove(str(EXAMPLES))
+    folder = tmp_path_factory.mktemp("teacher")
+    return learned(sft.training(str(tiny_model.make(folder / "large", 64))), folder / "run")
+
+
+@pytest.mark.slow
+def test_fine_tuning_learns_to_repeat_words(teacher: tuple[RunResult, list[dict[str, float]]]) -> None:
+    result, reports = teacher
+    assert reports[0]["val/nll"] > 2 and result.metrics["val/nll"] < 0.4
+    assert not (result.run_dir / "samples").exists()
+
+
+@pytest.mark.slow
+def test_distillation_brings_a_small_model_nearer_to_its_teacher(
+    tmp_path: Path, teacher: tuple[RunResult, list[dict[str, float]]]
+) -> None:
+    import distillation
+    import tiny_model
+
+    run = distillation.training(str(tiny_model.make(tmp_path / "small")), str(teacher[0].model))
+    _, reports = learned(run, tmp_path / "run")
+    assert reports[-1]["teacher_kl"] < 0.7 * reports[0]["teacher_kl"]
+
+
+@pytest.mark.slow
+def test_preferences_are_learned(tiny: Path, tmp_path: Path) -> None:
+    import dpo
+
+    result, reports = learned(dpo.training(str(tiny)), tmp_path / "run")
+    assert reports[0]["val/dpo/loss"] == pytest.approx(np.log(2))
+    assert result.metrics["val/dpo/accuracy"] > 0.9 and result.metrics["dpo/loss"] < 0.1
+
+
+@pytest.mark.slow
+def test_a_reward_model_is_learned_and_scores_as_it_was_trained(tiny: Path, tmp_path: Path) -> None:
+    import reward_model
+    import torch
+    from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+    result, _ = learned(reward_model.training(str(tiny)), tmp_path / "run")
+    assert result.metrics["val/accuracy"] > 0.8
+    model = AutoModelForSequenceClassification.from_pretrained(result.model)
+    tokenizer = AutoTokenizer.from_pretrained(result.model)
+    margins = []
+    for row in reward_model.ROWS[3::4]:
+        ids = [tokenizer(f"{row['prompt']}{row[side]}<end>", return_tensors="pt").input_ids for side in PAIRS[0]]
+        with torch.no_grad():
+            _, chosen, rejected = (float(model(one).logits) for one in ids)
+        margins.append(chosen - rejected)
+    assert np.mean(margins) == pytest.approx(result.metrics["val/margin"], abs=1e-4)
+    assert np.mean([margin > 0 for margin in margins]) == result.metrics["val/accuracy"]
+
+
+@pytest.mark.slow
+def test_good_responses_are_imitated(tiny: Path, tmp_path: Path) -> None:
+    import behaviour_cloning
+
+    result, reports = learned(behaviour_cloning.training(str(tiny)), tmp_path / "run")
+    assert result.metrics["reward_mean"] > reports[0]["reward_mean"] + 0.4
+
+
+@pytest.mark.slow
+def test_a_job_on_two_ranks_gives_the_numbers_of_one_process(tiny: Path, tmp_path: Path) -> None:
+    import sft
+
+    run = replace(sft.training(str(tiny)), steps=6)
+    alone = run.here(run_dir=tmp_path / "here").metrics
+    script = f"""
+import sys
+sys.path.insert(0, {str(EXAMPLES)!r})
+from dataclasses import replace
+import sft
+from rlmesh.rl.trainers.settings import ActorSettings
+if __name__ == "__main__":
+    actor = ActorSettings(lr=5e-3, warmup_steps=5, ranks=2)
+    replace(sft.training({str(tiny)!r}), steps=6, actor=actor).submit("sft", view="none", run_dir="job")
+"""
+    (tmp_path / "job.py").write_text(script)
+    done = subprocess.run(
+        [sys.executable, "job.py"], cwd=tmp_path, capture_output=True, text=True, timeout=240,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    together = json.loads((tmp_path / "job" / "summary.json").read_text())["metrics"]
+    for name in ("val/nll", "policy_loss", "grad_norm"):
+        assert together[name] == pytest.approx(alone[name], rel=1e-4)
