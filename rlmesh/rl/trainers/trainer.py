@@ -17,14 +17,8 @@ import torch
 
 from rlmesh import RoleGroup, WeightSync, current_worker
 from rlmesh.errors import (
-    CallError,
-    CallRejected,
-    PeerLost,
-    SourceRestarted,
-    UsageError,
-    WeightsNotReady,
-    WeightSyncError,
-)
+    CallError, CallRejected, PeerLost, SourceRestarted, UsageError, WeightsNotReady, WeightSyncError,
+)  # fmt: skip
 from rlmesh.rl.algorithms.protocol import Evaluated, TokenWeights
 from rlmesh.rl.checkpoints.resuming import TrainerCheckpoints
 from rlmesh.rl.checkpoints.state import seed_generators
