@@ -12,7 +12,10 @@ from rlmesh.rl.engines.rollout import SamplingParams
 from rlmesh.rl.rollout.requests import ErrorKind, GroupRequest
 from rlmesh.rl.types import Episode
 
-__all__ = ["OwnSampling", "RoleEngines"]
+__all__ = ["LOST", "OwnSampling", "RoleEngines"]
+
+LOST = (PeerLost, StaleIncarnation, Restarting)
+"""Errors of calls to a member whose process died, or was replaced."""
 
 
 class RoleEngines:
@@ -44,7 +47,7 @@ class RoleEngines:
     def kind_of(self, error: BaseException) -> ErrorKind:
         if isinstance(error, WeightsNotReady):
             return "no weights"
-        return "died" if isinstance(error, PeerLost | StaleIncarnation | Restarting) else "error"
+        return "died" if isinstance(error, LOST) else "error"
 
 
 class OwnSampling:

@@ -16,9 +16,7 @@ import numpy as np
 import torch
 
 from rlmesh import RoleGroup, WeightSync, current_worker
-from rlmesh.errors import (
-    CallError, CallRejected, PeerLost, SourceRestarted, UsageError, WeightsNotReady, WeightSyncError,
-)  # fmt: skip
+from rlmesh.errors import CallError, SourceRestarted, UsageError, WeightsNotReady, WeightSyncError
 from rlmesh.rl.algorithms.protocol import Evaluated, TokenWeights
 from rlmesh.rl.checkpoints.resuming import TrainerCheckpoints
 from rlmesh.rl.checkpoints.state import seed_generators
@@ -34,7 +32,7 @@ from rlmesh.rl.rewards.scoring import Rewards
 from rlmesh.rl.roles.defaults import keep_objects, run_settings
 from rlmesh.rl.rollout.episodes.plan import EpisodePlan
 from rlmesh.rl.rollout.episodes.spreading import EpisodeSpread, episode_metrics, tell_failures
-from rlmesh.rl.rollout.role_engines import OwnSampling
+from rlmesh.rl.rollout.role_engines import LOST, OwnSampling
 from rlmesh.rl.rollout.run_sampling import RunSampling, role_engines
 from rlmesh.rl.samples.writer import SampleWriter
 from rlmesh.rl.trainers.batches import (
@@ -343,7 +341,7 @@ class Trainer:
             except SourceRestarted:
                 raise
             except WeightSyncError as error:
-                lost = error.receiver is not None or isinstance(error.__cause__, PeerLost | CallRejected)
+                lost = error.receiver is not None or isinstance(error.__cause__, LOST)
                 if not lost or attempt == PUSHES - 1:
                     raise
                 self.hold(None)
