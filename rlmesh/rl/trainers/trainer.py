@@ -31,7 +31,7 @@ from rlmesh.rl.rewards.reward import Reward
 from rlmesh.rl.rewards.scoring import Rewards
 from rlmesh.rl.roles.defaults import keep_objects, run_settings
 from rlmesh.rl.rollout.episodes.plan import EpisodePlan
-from rlmesh.rl.rollout.episodes.spreading import EpisodeSpread, episode_metrics, tell_failures
+from rlmesh.rl.rollout.episodes.spreading import EpisodeSpread, episode_report
 from rlmesh.rl.rollout.role_engines import LOST, OwnSampling
 from rlmesh.rl.rollout.run_sampling import RunSampling, role_engines
 from rlmesh.rl.samples.writer import SampleWriter
@@ -147,9 +147,7 @@ class Trainer:
         self.validation.begin()
         packs, batch = self.evaluate(groups)
         metrics = self.rewards.metrics(groups) | lengths_of(groups)
-        if self.episodes is not None:
-            tell_failures(groups)
-            metrics |= episode_metrics(groups)
+        metrics |= episode_report(groups) if self.episodes is not None else {}
         weights = self.algorithm.weigh(batch)
         metrics |= self.train(packs, batch, weights)
         self.samples.add(step, groups, self.rewards.total, advantages=advantages_of(groups, batch, weights))

@@ -22,7 +22,7 @@ from rlmesh.rl.packing import pack, same_prompts
 from rlmesh.rl.rewards import Reward
 from rlmesh.rl.rewards.scoring import Rewards
 from rlmesh.rl.rollout.episodes import EpisodeSettings, TurnResult, episode_return
-from rlmesh.rl.rollout.episodes.spreading import EpisodeSpread, episode_metrics
+from rlmesh.rl.rollout.episodes.spreading import EpisodeSpread, episode_report
 from rlmesh.rl.rollout.episodes.tasks import EpisodeTask
 from rlmesh.rl.rollout.requests import GroupRequest
 from rlmesh.rl.trainers.run import Run
@@ -248,7 +248,7 @@ def test_episodes_of_groups_are_numbered_through_the_run() -> None:
 
 def test_the_report_has_the_numbers_of_episodes() -> None:
     episodes = (episode([5], turns=3), episode([5], turns=1, failure="lost"), episode([5], turns=2, branch=1))
-    assert episode_metrics([Group((0,), episodes)]) == {
+    assert episode_report([Group((0,), episodes)]) == {
         "episodes/turns": 2, "episodes/failed": pytest.approx(1 / 3), "episodes/branches": 1,
     }  # fmt: skip
 

@@ -16,7 +16,7 @@ from rlmesh.rl.engines.rollout import SamplingParams
 from rlmesh.rl.rollout.episodes.tasks import SEEDS, EpisodeTask
 from rlmesh.rl.types import Episode, Group
 
-__all__ = ["EpisodeSpread", "episode_metrics", "tell_failures"]
+__all__ = ["EpisodeSpread", "episode_report"]
 
 logger = logging.getLogger(__name__)
 
@@ -88,20 +88,17 @@ class EpisodeSpread:
         return sorted(again, key=lambda task: task.number)
 
 
-def tell_failures(groups: Sequence[Group]) -> None:
-    """Log the places of some episodes that failed."""
-    failures = [episode.failure for episode in Group.episodes_of(groups) if episode.failure]
+def episode_report(groups: Sequence[Group]) -> dict[str, float]:
+    """Numbers for the report of a step: turns per episode, the share of failed episodes, and the number of branches.
+    The places of some failed episodes are logged."""
+    episodes = Group.episodes_of(groups)
+    failures = [episode.failure for episode in episodes if episode.failure]
     for failure in failures[:MOST_TOLD]:
         logger.warning("%s", failure)
     if len(failures) > MOST_TOLD:
         logger.warning("%d more episodes failed", len(failures) - MOST_TOLD)
-
-
-def episode_metrics(groups: Sequence[Group]) -> dict[str, float]:
-    """Numbers for the report of a step: turns per episode, the share of failed episodes, and the number of branches."""
-    episodes = Group.episodes_of(groups)
     return {
         "episodes/turns": float(np.mean([episode.extras.get("turns", 0) for episode in episodes])),
-        "episodes/failed": float(np.mean([bool(episode.failure) for episode in episodes])),
+        "episodes/failed": len(failures) / max(len(episodes), 1),
         "episodes/branches": float(sum("branch" in episode.extras for episode in episodes)),
     }
