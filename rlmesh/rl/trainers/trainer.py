@@ -304,9 +304,8 @@ class Trainer:
         return alarms
 
     def save(self, *, now: bool = False) -> dict[str, float]:
-        """Begin a checkpoint of all models in training if this step is to have one, or ``now``. It is completed in the
-        background after `finish`. Returns metrics: the pause of training, and the number of checkpoints that failed.
-        """
+        """Begin a checkpoint of all models in training if this step is to have one, or ``now``; `finish` completes it
+        in the background. Returns metrics: the pause of training, and the number of failed checkpoints."""
         step, writer = self.version, self.checkpoints.writer
         if step % self.settings.save_every and step != self.settings.steps and not now:
             return {}
