@@ -14,6 +14,7 @@ import json
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +53,15 @@ def tensors_in(state: Any) -> Iterator[Tensor]:
             yield from tensors_in(one)
 
 
+def copied(state: list[Tensor]) -> list[Tensor]:
+    return [one.to("cpu", copy=True) for one in state]
+
+
+def copy_all(pairs: list[tuple[Tensor, Tensor]]) -> None:
+    for to, one in pairs:
+        to.copy_(one)
+
+
 def took_s(work: Callable[[], Any]) -> float:
     began = time.perf_counter()
     work()
@@ -74,10 +84,10 @@ def main() -> None:
         for number in range(options.checkpoints):
             engine.train_step(OneRow(), lambda model, part: (model(), {}))
             state = [*tensors_in(engine._state())]
-            fresh_s = took_s(lambda state=state: [one.to("cpu", copy=True) for one in state])
+            fresh_s = took_s(partial(copied, state))
             held = held or [torch.empty(one.shape, dtype=one.dtype, pin_memory=device == "cuda") for one in state]
             pairs = [*zip(held, state, strict=True)]
-            kept_s = took_s(lambda pairs=pairs: [to.copy_(one) for to, one in pairs])
+            kept_s = took_s(partial(copy_all, pairs))
             began = time.perf_counter()
             saving = engine.save(Path(folder) / "checkpoints")
             pause_s = time.perf_counter() - began

@@ -29,7 +29,7 @@ from rlmesh.rl.engines.rollout import OnTokens, Sample, SamplingParams
 from rlmesh.rl.rollout.endpoint.server import Endpoint
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples" / "agents"))
-from tiny import make_model, make_tokenizer
+from tiny import make_model, make_tokenizer  # type: ignore[import-not-found]
 
 MESSAGES = [{"role": "user", "content": "12*34"}]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import time
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -137,14 +138,15 @@ def replay(seed: int) -> dict[str, Any]:
 
 
 def measure(what: str, seed: int) -> dict[str, Any]:
-    return {
+    rows: dict[str, Callable[[], dict[str, Any]]] = {
         "sampling_16": lambda: sampling(False, seed), "sampling_2x8": lambda: sampling(True, seed),
         "ppo_zoo": lambda: ppo("zoo", seed), "ppo_rllib": lambda: ppo("rllib", seed),
         "ppo_own": lambda: ppo("own", seed),
         "first_1": lambda: first_result(0, seed), "first_2": lambda: first_result(2, seed),
         "replay": lambda: replay(seed),
         **{name.lower(): partial(off_policy, name, seed) for name in ("DQN", "SAC", "TD3")},
-    }[what]()  # fmt: skip
+    }  # fmt: skip
+    return rows[what]()
 
 
 if __name__ == "__main__":

@@ -38,7 +38,7 @@ def ppo(seed: int) -> dict[str, Any]:
     from stable_baselines3.common.callbacks import BaseCallback
     from stable_baselines3.common.env_util import make_vec_env
 
-    class Stop(BaseCallback):
+    class Stop(BaseCallback):  # type: ignore[misc]
         reached = False
 
         def _on_step(self) -> bool:
@@ -69,7 +69,7 @@ def off_policy(name: str, seed: int) -> dict[str, Any]:
 
     goal, episodes = (195.0, 20) if name == "DQN" else (-250.0, 10)
 
-    class Stop(BaseCallback):
+    class Stop(BaseCallback):  # type: ignore[misc]
         reached = False
 
         def _on_step(self) -> bool:

@@ -47,7 +47,7 @@ def median_s(steps: int, folder: Path, trackers: list[str]) -> float:
     paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
     env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, paths))}
     subprocess.run(words, check=True, capture_output=True, timeout=300, env=env)
-    return statistics.median(json.loads((folder / "times.json").read_text())[20:])
+    return float(statistics.median(json.loads((folder / "times.json").read_text())[20:]))
 
 
 def main() -> None:

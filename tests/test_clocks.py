@@ -18,6 +18,7 @@ READ_FOR = {
     "rlmesh/rendezvous/server.py": "compares the wall clocks of nodes, which is what is asked",
     "rlmesh/rendezvous/preflight.py": "compares the wall clocks of nodes, which is what is asked",
     "rlmesh/agent/machine_checks.py": "says whether the wall clock is set",
+    "rlmesh/rl/rollout/endpoint/openai_answers.py": "says when an answer was made, as OpenAI's endpoint does",
     "rlmesh/observe/files/tensorboard.py": "names a file, as TensorBoard does",
     "rlmesh/cli/commands/status.py": "says to people how long ago a job that has ended restarted a member",
     "rlmesh/run_directory/records.py": "says to people when a job that left no end was started",

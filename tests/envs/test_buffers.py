@@ -38,7 +38,7 @@ def test_an_array_is_reused_only_when_nobody_refers_to_it() -> None:
 
 def test_batches_that_are_kept_stay_as_they_are() -> None:
     class Still(Policy):
-        def compute_actions(self, obs_batch: np.ndarray, state_batches: None = None, **more: object) -> tuple:  # type: ignore[type-arg, override]
+        def compute_actions(self, obs_batch: np.ndarray, state_batches: None = None, **more: object) -> tuple:  # type: ignore[type-arg]
             return np.zeros(len(obs_batch), np.int64), None, {}
 
     def sampled(keep: bool) -> list[SampleBatch]:

@@ -36,7 +36,8 @@ def record(step: int, role: str = "TRAINER", rank: int = 0, **metrics: float) ->
 def write(run_dir: Path, *steps: int) -> None:
     writer = MetricsWriter(run_dir)
     for step in steps:
-        writer.write(record(step, **{"loss": 1 / step, "val/openai/gsm8k/mean@4": step / 10}))
+        metrics: dict[str, Any] = {"loss": 1 / step, "val/openai/gsm8k/mean@4": step / 10}
+        writer.write(record(step, **metrics))
     writer.close()
 
 

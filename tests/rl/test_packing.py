@@ -178,9 +178,9 @@ def test_tokens_of_a_batch_are_those_of_each_episode(drawn: Episodes) -> None:
 
 
 def test_tokens_of_truncated_sampling_have_the_mass_that_was_kept() -> None:
-    log_probs, mass = np.float32([-1, -2]), np.float32([-0.5, 0.0])
-    truncated = Turn(np.int32([4, 5]), "policy", log_probs, mass, ((0, 0, 2),))
-    whole = Turn(np.int32([6]), "policy", np.float32([-3]), None, ((0, 0, 1),))
+    log_probs, mass = np.array([-1, -2], np.float32), np.array([-0.5, 0.0], np.float32)
+    truncated = Turn(np.array([4, 5], np.int32), "policy", log_probs, mass, ((0, 0, 2),))
+    whole = Turn(np.array([6], np.int32), "policy", np.array([-3], np.float32), None, ((0, 0, 1),))
     episodes = [Episode((Turn.said([1, 2]), truncated, Turn.said([3]), whole)), Episode((Turn.said([1]), whole))]
     found = Tokens.of(episodes).sampled_log_probs
     assert found.tolist() == [[0, 0, -1.5, -2, 0, -3], [0, -3, 0, 0, 0, 0]]

@@ -47,7 +47,7 @@ def send(taking: Taking, source: str, turn: int, push: int = PUSHES[0]) -> threa
     return command
 
 
-ORDERS = {"A:0": ("S:0", "S:1"), "A:1": ("S:1", "S:0")}
+ORDERS: dict[str, tuple[str, ...]] = {"A:0": ("S:0", "S:1"), "A:1": ("S:1", "S:0")}
 
 
 @pytest.mark.parametrize(("who", "first", "second"), [("S:0", "A:0", "A:1"), ("S:1", "A:1", "A:0")])

@@ -125,7 +125,8 @@ def test_actions_are_scaled_to_the_space(kind: Any) -> None:
     sent = distribution.to_env(drawn)
     assert sent.dtype == np.float32
     assert all(BOX.contains(action) for action in sent)
-    assert np.allclose(distribution.to_env(np.array([[-1, -1], [0, 0], [1, 1]])), [[-2, 0], [0, 0.5], [2, 1]])
+    actions = np.array(distribution.to_env(np.array([[-1, -1], [0, 0], [1, 1]])))
+    assert np.allclose(actions, np.array([[-2, 0], [0, 0.5], [2, 1]]))
     module.uniform.fill_(0.0)
     if kind is TD3Module:
         module.noise.fill_(0.1)

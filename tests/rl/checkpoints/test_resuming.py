@@ -127,7 +127,8 @@ def test_a_run_that_is_complete_says_so(
         result = start(run_dir=run_dir)
         assert result.model == run_dir / "model" and result.metrics["reward_mean"] > 0
         assert f"already complete: 8 steps are done; the policy is in {run_dir / 'model'}" in capsys.readouterr().out
-    assert make(model, steps=6).here(run_dir=run_dir).metrics == result.metrics
+        assert make(model, steps=6).here(run_dir=run_dir).metrics == result.metrics
+        capsys.readouterr()
 
 
 def test_a_run_goes_on_beyond_its_former_end(model: Path, saved: Path, whole: Callable[[str], Path]) -> None:

@@ -22,7 +22,7 @@ from tests.rl.checkpoints.runs import make
 
 
 def test_a_state_comes_back_as_it_was() -> None:
-    state = {
+    state: dict[str, Any] = {
         "number": 0.1 + 0.2, "none": None, "text": "ä", "nested": [{"a": (1, (2.5,))}, True], "bytes": b"\0\xff",
         "array": np.arange(6, dtype=np.int16).reshape(2, 3), "empty": np.zeros((0, 4)), "scalar": np.float32(0.5),
         "zero_d": np.array(2**40), "same_dtype": [np.arange(2, dtype=np.int16), np.array([1.5])],

@@ -41,7 +41,7 @@ def test_pass_at_k_is_the_formula_of_its_paper_also_for_many_samples(k: int) -> 
 
 
 def test_a_majority_of_many_samples_is_drawn_by_its_seed() -> None:
-    answers: list[str | None] = ["right"] * 12 + ["wrong"] * 8
+    answers = [*["right"] * 12, *["wrong"] * 8]
     scores = [1.0] * 12 + [0.0] * 8
     # The majority of 5 of 20 is right if 3 or more of them are: the hypergeometric distribution.
     exact_value = sum(comb(12, c) * comb(8, 5 - c) for c in (3, 4, 5)) / comb(20, 5)

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +39,8 @@ def _examples(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def make(model: Path, **changes: Any) -> Run:
-    return Run(**{"model": str(model), "data": PAIRS, "algorithm": DPO(), "batch_size": 2, "steps": 2} | changes)
+    settings: dict[str, Any] = {"model": str(model), "data": PAIRS, "algorithm": DPO(), "batch_size": 2, "steps": 2}
+    return Run(**settings | changes)
 
 
 @pytest.mark.parametrize(
@@ -122,8 +124,7 @@ def teacher(tmp_path_factory: pytest.TempPathFactory) -> tuple[RunResult, list[d
     """A model of twice the width, fine-tuned by the example."""
     sys.path.insert(0, str(EXAMPLES))
     try:
-        import sft
-        import tiny_model
+        sft, tiny_model = import_module("sft"), import_module("tiny_model")
     finally:
         sys.path.remove(str(EXAMPLES))
     folder = tmp_path_factory.mktemp("teacher")
@@ -141,8 +142,7 @@ def test_fine_tuning_learns_to_repeat_words(teacher: tuple[RunResult, list[dict[
 def test_distillation_brings_a_small_model_nearer_to_its_teacher(
     tmp_path: Path, teacher: tuple[RunResult, list[dict[str, float]]]
 ) -> None:
-    import distillation
-    import tiny_model
+    distillation, tiny_model = import_module("distillation"), import_module("tiny_model")
 
     run = distillation.training(str(tiny_model.make(tmp_path / "small")), str(teacher[0].model))
     _, reports = learned(run, tmp_path / "run")
@@ -152,7 +152,7 @@ def test_distillation_brings_a_small_model_nearer_to_its_teacher(
 
 @pytest.mark.slow
 def test_preferences_are_learned(tiny: Path, tmp_path: Path) -> None:
-    import dpo
+    dpo = import_module("dpo")
 
     result, reports = learned(dpo.training(str(tiny)), tmp_path / "run")
     assert values(reports, "val/dpo/loss")[0] == pytest.approx(np.log(2))
@@ -161,10 +161,10 @@ def test_preferences_are_learned(tiny: Path, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_reward_model_is_learned_and_scores_as_it_was_trained(tiny: Path, tmp_path: Path) -> None:
-    import reward_model
     import torch
     from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
+    reward_model = import_module("reward_model")
     result, _ = learned(reward_model.training(str(tiny)), tmp_path / "run")
     assert result.metrics["val/accuracy"] > 0.8
     model = AutoModelForSequenceClassification.from_pretrained(result.model)
@@ -181,7 +181,7 @@ def test_a_reward_model_is_learned_and_scores_as_it_was_trained(tiny: Path, tmp_
 
 @pytest.mark.slow
 def test_good_responses_are_imitated(tiny: Path, tmp_path: Path) -> None:
-    import behaviour_cloning
+    behaviour_cloning = import_module("behaviour_cloning")
 
     result, reports = learned(behaviour_cloning.training(str(tiny)), tmp_path / "run")
     assert result.metrics["reward_mean"] > values(reports, "reward_mean")[0] + 0.4
@@ -189,9 +189,7 @@ def test_good_responses_are_imitated(tiny: Path, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_job_on_two_ranks_gives_the_numbers_of_one_process(tiny: Path, tmp_path: Path) -> None:
-    import sft
-
-    run = replace(sft.training(str(tiny)), steps=6)
+    run = replace(import_module("sft").training(str(tiny)), steps=6)
     alone = run.here(run_dir=tmp_path / "here").metrics
     script = f"""
 import sys

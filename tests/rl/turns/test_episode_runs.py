@@ -86,6 +86,9 @@ def settings(**changes: Any) -> dict[str, Any]:
     } | changes  # fmt: skip
 
 
+WRONG: Any = "ignore"
+
+
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
@@ -100,7 +103,7 @@ def settings(**changes: Any) -> dict[str, Any]:
         ({"agent": misspelt_agent}, "has a parameter 'base_ulr' without a default (did you mean 'base_url'?)"),
         ({"episode": EpisodeSettings(max_turns=0)}, "episode.max_turns=0 must be ≥ 1"),
         ({"episode": EpisodeSettings(turn_timeout_s=0)}, "episode.turn_timeout_s=0 must be a number of seconds"),
-        ({"episode": EpisodeSettings(tool_errors="ignore")}, "tool_errors='ignore' must be one of 'message', 'fail'"),
+        ({"episode": EpisodeSettings(tool_errors=WRONG)}, "tool_errors='ignore' must be one of 'message', 'fail'"),
         ({"episode": EpisodeSettings(tool_calls="json")}, "episode.tool_calls='json': write 'hermes'"),
     ],
 )
@@ -182,7 +185,7 @@ def episode(prompt: list[int], *, failure: str = "", policy: int = 1, **extras: 
 def test_a_failed_episode_has_no_score_and_is_counted() -> None:
     scorer = Rewards([Reward(episode_return, inline=True)], make_tokenizer())
     try:
-        given = [episode([5], **{"return": 2.0}), episode([5], failure="episode 1: lost"), episode([5])]
+        given = [episode([5], **dict[str, Any]({"return": 2.0})), episode([5], failure="episode 1: lost"), episode([5])]
         (group,) = scorer.score([Group((0,), tuple(given))])
     finally:
         scorer.close()
