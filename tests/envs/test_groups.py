@@ -280,6 +280,7 @@ class Noting(PPO):
         return results
 
 
+@pytest.mark.slow
 @pytest.mark.soak
 def test_runners_that_are_killed_every_five_seconds_for_a_minute() -> None:
     config = PPOConfig(Noting).environment("CartPole-v1").env_runners(num_env_runners=2, num_envs_per_env_runner=4)
