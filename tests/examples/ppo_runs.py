@@ -12,6 +12,7 @@ from statistics import mean
 
 from transformers import AutoTokenizer, Qwen2ForCausalLM
 
+from rlmesh.observe.files.metric_files import read_records
 from tests.examples.conftest import EXAMPLES
 
 MEMBERS = ["ACTOR-0", "ACTOR-1", "CRITIC-0", "REFERENCE-0", "REWARD-0", "ROLLOUT-0", "ROLLOUT-1", "TRAINER-0"]
@@ -59,9 +60,11 @@ def launch(tmp_path: Path, *options: str, timeout: float) -> tuple[str, Path, Cu
 
 
 def curve_of(run_dir: Path) -> Curve:
-    """The last report of each step, from step 0 (before training) on."""
-    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    of_step = {line["step"]: line["metrics"] for line in lines if line["role"] == "TRAINER"}
+    """The metrics of each step, from step 0 (before training) on. A validation in the background reports later."""
+    of_step: dict[int, dict[str, float]] = {}
+    for record in read_records(run_dir / "metrics.jsonl"):
+        if record.role == "TRAINER":
+            of_step.setdefault(record.step, {}).update(record.metrics)
     assert sorted(of_step) == list(range(len(of_step)))
     return [of_step[step] for step in sorted(of_step)]
 

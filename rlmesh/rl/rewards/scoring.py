@@ -78,6 +78,12 @@ class Rewards:
         """Held while a pool is made, and while an inline function runs: `score` may be called on several threads."""
         self._workers, self._memory_bytes = workers, memory_bytes
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_pools": {}, "_lock": None}  # another process makes pools of its own
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, _lock=threading.Lock())
+
     def response(self, episode: Episode) -> Response:
         """The `Response` of an episode."""
         chosen = episode.ids[episode.mask].tolist()

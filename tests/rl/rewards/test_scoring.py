@@ -3,6 +3,7 @@ from __future__ import annotations
 import asyncio
 import math
 import os
+import pickle
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -230,5 +231,21 @@ def test_several_threads_may_score(score: Any) -> None:
             found = list(pool.map(lambda number: scorer.score([group("a" * number, key=number)]), range(1, 9)))
         assert [one[0].episodes[0].outcomes["inline"] for one in found] == [Score(float(n)) for n in range(1, 9)]
         assert max(most) == 1 and len(scorer._pools) == 1
+    finally:
+        scorer.close()
+
+
+def test_scorers_reach_another_process(score: Any) -> None:
+    """As a `RewardManager` that is handed to a trainer does."""
+    scorer = Rewards([Reward(gsm8k.compute_score)], Letters(), workers=1)
+    try:
+        expected = scorer.score([group("4")])
+        copy = pickle.loads(pickle.dumps(scorer))
+        try:
+            assert [one.episodes[0].outcomes for one in copy.score([group("4")])] == [
+                one.episodes[0].outcomes for one in expected
+            ]
+        finally:
+            copy.close()
     finally:
         scorer.close()
