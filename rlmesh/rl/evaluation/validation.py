@@ -8,7 +8,9 @@ from concurrent.futures import Future
 from typing import TYPE_CHECKING
 
 from rlmesh import current_worker
+from rlmesh.errors import WeightsNotReady, WeightSyncError
 from rlmesh.rl.evaluation.metrics import validation_metrics
+from rlmesh.rl.rollout.role_engines import LOST
 from rlmesh.rl.types import Group
 
 if TYPE_CHECKING:
@@ -22,7 +24,8 @@ class Validation:
 
     In the pipeline ``sync`` the engines are idle while a step trains. So the validation of a step can run then: it
     begins once the next step's responses are there, and ends before the next push, so that all its responses are of one
-    version. Its numbers are reported under the step whose weights they are of.
+    version. Its numbers are reported under the step whose weights they are of. An engine that is lost meanwhile has no
+    weights until that push; the validation is then missing, which is told, and training goes on.
 
     Args:
         trainer: samples, scores and keeps samples.
@@ -32,6 +35,7 @@ class Validation:
         self._trainer = trainer
         self._waiting: int | None = None
         self._running: tuple[int, Future[dict[str, float]]] | None = None
+        self._thread: threading.Thread | None = None
 
     def due(self, step: int) -> bool:
         """True if the weights of a step are validated."""
@@ -81,6 +85,8 @@ class Validation:
             and not trainer.shares
             and trainer.engines is not trainer.actor
             and "greedy" not in trainer.algorithm.needs
+            # The checkpoint of a step needs the metric by which the best one is kept.
+            and not (trainer.checkpoints.writer.begun == step and run.keep_best.removeprefix("-").startswith("val/"))
         )
         if possible:
             self._waiting = step
@@ -101,16 +107,33 @@ class Validation:
                 future.set_exception(error)
 
         context = contextvars.copy_context()
-        threading.Thread(target=context.run, args=(work,), name="validation", daemon=True).start()
+        self._thread = threading.Thread(target=context.run, args=(work,), name="validation", daemon=True)
+        self._thread.start()
+
+    def require_foreground(self) -> None:
+        """Refuse to push weights on the thread of a validation in the background: the actor has later ones.
+
+        Raises:
+            WeightsNotReady: this is that thread.
+        """
+        if threading.current_thread() is self._thread:
+            raise WeightsNotReady("an engine was lost, and has no weights until the next push")
 
     def end(self) -> None:
-        """Wait for the validation in the background, and report its numbers. Raises what the validation raised."""
+        """Wait for the validation in the background, and report its numbers, or that it is missing since an engine was
+        lost. Raises what the validation raised for another reason."""
         running, self._running = self._running, None
-        if running is not None:
-            step, future = running
+        if running is None:
+            return
+        step, future = running
+        try:
             metrics = future.result()
-            run = self._trainer.settings
-            current_worker().report(step=step, total_steps=run.steps, **metrics)
+        except (WeightSyncError, *LOST) as error:
+            text = f"the validation of step {step} is missing, and training goes on: {error}"
+            self._trainer.tell(text)
+            current_worker().alarm(text)
+            return
+        current_worker().report(step=step, total_steps=self._trainer.settings.steps, **metrics)
 
     def drop(self) -> None:
         """Forget the validation that waits, and wait for the one in the background, whose numbers are not reported."""

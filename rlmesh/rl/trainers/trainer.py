@@ -322,6 +322,7 @@ class Trainer:
 
     def push_again(self) -> None:
         """Push the current version to the engines that do not serve it."""
+        self.validation.require_foreground()
         self.hold(None)
         if self.engines is self.actor:
             self.publish()
@@ -449,7 +450,8 @@ class Trainer:
         return any(any(role.call("shares_devices").result()) for role in (self.actor, self.engines))
 
     def begin(self) -> None:
-        """Bring all models in training to the same step, and publish the weights; at step 0, validate."""
+        """Bring all models in training to the same step, and publish the weights; at step 0, or if the
+        validation of the step is missing, validate."""
         self.validation.drop()
         before, self.holder = self.version, None
         self.connect()
@@ -469,6 +471,9 @@ class Trainer:
         if self.version == 0:
             self.last = self.validate()
             current_worker().report(step=0, total_steps=self.settings.steps, **self.last)
+        elif self.validation.due(self.version) and not any(name.startswith("val/") for name in self.last):
+            # It was left to the next step, which the end of the job or a restart prevented.
+            current_worker().report(step=self.version, total_steps=self.settings.steps, **self.validate())
         self.buffer.advance(self.version)
 
     @cached_property
