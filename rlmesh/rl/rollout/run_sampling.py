@@ -137,7 +137,7 @@ class RunSampling:
                 drawn = self._loader.draw(slot["position"])
                 slot["group"] = whole_group(slot["group"], drawn.key, drawn.prompt.row)
         self._ledger.go_back(state["step"] - 1, state["cursor"], [slot["position"] for slot in slots])
-        self.slots.restore({**state, "slots": slots})
+        (self._sampler or self.slots).restore({**state, "slots": slots})
 
     def close(self) -> None:
         """End all threads. May be called twice."""
