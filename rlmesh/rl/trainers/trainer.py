@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -15,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from rlmesh import RoleGroup, WeightSync, current_worker
+from rlmesh import RoleGroup, WeightSync, current_worker, private_files
 from rlmesh.errors import CallError, SourceRestarted, UsageError, WeightsNotReady, WeightSyncError
 from rlmesh.rl.algorithms.protocol import Evaluated, TokenWeights
 from rlmesh.rl.checkpoints.resuming import TrainerCheckpoints
@@ -374,9 +373,8 @@ class Trainer:
         folder = self.run_dir / MODEL
         self.actor.call("export", str(folder)).result()
         self.tokenizer.save_pretrained(folder)
-        aside = self.run_dir / f".{SUMMARY}.{os.getpid()}"
-        aside.write_text(json.dumps({"steps": self.version, "metrics": self.last}) + "\n")
-        aside.replace(self.run_dir / SUMMARY)
+        summary = json.dumps({"steps": self.version, "metrics": self.last}) + "\n"
+        private_files.write_whole(self.run_dir / SUMMARY, summary)
 
     # Roles, and restarts.
 
