@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlmesh import current_worker
+from rlmesh.rl.checkpoints.changes import sampling_settings
 from rlmesh.rl.data.loader import PromptLoader
 from rlmesh.rl.rewards.process_pool import PROCESS_DIED
 from rlmesh.rl.rollout.buffer import SampleBuffer
@@ -64,6 +65,7 @@ class RunSampling:
         )  # fmt: skip
         self.slots.deaths, self.slots.poison = self._ledger.troubles(POISON)
         self._sampler: Sampler | None = None
+        self._made_by = sampling_settings(run)
 
     def connect(self, engines: Engines, *, background: bool, revive: Callable[[], object]) -> None:
         """Sample by these engines from now on; does nothing if it does already.
@@ -127,11 +129,16 @@ class RunSampling:
         for slot in state["slots"]:
             if "group" in slot:
                 slot["group"] = plain_group(slot["group"])
-        return state
+        return state | {"made_by": self._made_by}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go back to a state. Later rows of the ledger become void."""
+        """Go back to a state. Later rows of the ledger become void. Groups that other settings made are sampled anew:
+        the actor computes at the new temperature, and all groups of a batch have the same rewards."""
         slots = [dict(slot) for slot in state["slots"]]
+        before = state.get("made_by", self._made_by)
+        if other := [name for name in {**before, **self._made_by} if before.get(name) != self._made_by.get(name)]:
+            dropped = sum(slot.pop("group", None) is not None for slot in slots)
+            logger.warning("%d groups were made before %s changed, and are sampled anew", dropped, ", ".join(other))
         for slot in slots:
             if "group" in slot:
                 drawn = self._loader.draw(slot["position"])
