@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextvars
 import threading
+from collections.abc import Mapping
 from concurrent.futures import Future
 from typing import TYPE_CHECKING
 
@@ -43,6 +44,11 @@ class Validation:
         if run.validation is None:
             return False
         return step in (0, run.steps) or bool(run.validate_every and step % run.validate_every == 0)
+
+    def is_missing(self, step: int, metrics: Mapping[str, float]) -> bool:
+        """True if the metrics of a step lack a validation that was due, such as one that was left to the next step,
+        which the end of the job or a restart prevented."""
+        return self.due(step) and not any(name.startswith("val/") for name in metrics)
 
     def run(self, step: int) -> dict[str, float]:
         """The numbers of a step's weights, which the engines must serve; empty without validation data."""

@@ -10,6 +10,7 @@ import pytest
 
 from rlmesh import JobInfo, WorkerContext, acting_as
 from rlmesh.errors import PeerLost, UsageError, WeightsNotReady, WeightSyncError
+from rlmesh.rl.engines.rollout import Sample, SamplingParams
 from rlmesh.rl.evaluation.validation import Validation
 from rlmesh.rl.trainers.trainer import Trainer
 
@@ -131,3 +132,24 @@ def test_a_validation_that_a_stop_prevented_is_made_when_the_run_goes_on(
     with acting_as(WorkerContext(JobInfo("job", "id", None), "TRAINER", 0, 1, link)):
         made.begin()
     assert told.reports == ({SAVED: {"val/reward_mean": 2.0}} if validates else {})
+
+
+def test_the_seed_of_a_response_does_not_depend_on_the_engines() -> None:
+    def seeds(count: int) -> list[int]:
+        found: dict[int, int] = {}
+
+        def call_batch(method: str, rows: int, requests: Any, params: SamplingParams) -> list[Any]:
+            samples = []
+            for rank in range(count):
+                for request in requests[rows * rank // count : rows * (rank + 1) // count]:
+                    found[request.prompt[0]] = request.seeds[0]
+                    samples.append([Sample.of(request.prompt, [1], [-0.5], 3, "stop")])
+            return samples
+
+        made = trainer()
+        made.__dict__["engines"] = SimpleNamespace(call_batch=call_batch)
+        made.settings.rollout = SimpleNamespace(params=lambda greedy, seed: SamplingParams(4, seed=seed))
+        made.generate([[number] for number in range(6)], seed=5)
+        return [found[number] for number in range(6)]
+
+    assert seeds(1) == seeds(2) == seeds(4) and len(set(seeds(1))) == 6
