@@ -44,6 +44,11 @@ PASSES = (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_FULL)
 T = TypeVar("T")
 Work = Callable[[sqlite3.Connection], Any]
 
+
+def _sync(connection: sqlite3.Connection) -> None:
+    """Mark a batch that is followed by an fsync."""
+
+
 TABLES = """
 CREATE TABLE IF NOT EXISTS slots (
     line INTEGER, position INTEGER, epoch INTEGER, prompt INTEGER, state TEXT, step INTEGER, oldest INTEGER,
@@ -152,26 +157,23 @@ class Ledger:
 
     def flush(self) -> None:
         """Wait until everything so far is written, so that the death of this process cannot lose it. If the disk is
-        full, rows wait for room, and training need not: a checkpoint has all that it needs itself.
+        full or slow, rows wait for it, and training need not: a checkpoint has all that it needs itself.
 
         Raises:
             sqlite3.Error: there is another error.
         """
         try:
             self._do(lambda connection: None)
+        except TimeoutError:
+            logger.warning("%s is not written after %g s, and training goes on", self.path, WAIT_S)
         except sqlite3.OperationalError as error:
             if error.sqlite_errorcode & 0xFF not in PASSES:
                 raise
 
     def sync(self) -> Future[None]:
         """Make everything so far safe against the death of the machine; the future is done when it is."""
-
-        def work(connection: sqlite3.Connection) -> None:
-            with self.path.open("rb") as file:
-                os.fsync(file.fileno())
-
         future: Future[None] = Future()
-        self._post(work, future)
+        self._post(_sync, future)
         return future
 
     def go_back(self, step: int, cursor: int, waiting: Iterable[int] = ()) -> None:
@@ -260,19 +262,33 @@ class Ledger:
             if connection.in_transaction:
                 connection.execute("ROLLBACK")
             passes = isinstance(error, sqlite3.OperationalError) and error.sqlite_errorcode & 0xFF in PASSES
-            waiting = [future for _, future in batch if future is not None]
+            waiting = [(work, future) for work, future in batch if future is not None]
             self._left = [(work, None) for work, future in batch if passes and future is None]
             if passes and not self._told:
                 self._told = True
                 logger.warning("%s cannot be written, and training goes on: %s; it is tried again", self.path, error)
-            for future in waiting:
+            for _, future in waiting:
                 future.set_exception(error)
-            if not waiting and not passes:
+            if not passes and all(work is _sync for work, _ in waiting):  # which nobody need wait for
                 self._error = error
             return
         self._left = []
+        fault = self._fsync() if any(work is _sync for work, _ in batch) else None
+        syncs = {id(future) for work, future in batch if work is _sync}
         for future, result in results:
-            future.set_result(result)
+            if fault is not None and id(future) in syncs:
+                future.set_exception(fault)
+            else:
+                future.set_result(result)
+
+    def _fsync(self) -> OSError | None:
+        """Make the file safe, whose last transaction is over; returns what prevents it."""
+        try:
+            with self.path.open("rb") as file:
+                os.fsync(file.fileno())
+        except OSError as error:
+            return error
+        return None
 
 
 def make_file(path: Path) -> None:

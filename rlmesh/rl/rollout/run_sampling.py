@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -123,13 +124,16 @@ class RunSampling:
 
     def state(self) -> dict[str, Any]:
         """All that a checkpoint needs between two steps, as plain values: the next position, and the slots that are not
-        done with, with their groups. The ledger becomes safe against the death of the machine in the background."""
-        self._ledger.sync()
+        done with, with their groups."""
         state = self.slots.state() if self._sampler is None else self._sampler.state()
         for slot in state["slots"]:
             if "group" in slot:
                 slot["group"] = plain_group(slot["group"])
         return state | {"made_by": self._made_by}
+
+    def make_durable(self) -> Future[None]:
+        """Make the ledger safe against the death of the machine, in the background; see `Ledger.sync`."""
+        return self._ledger.sync()
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Go back to a state. Later rows of the ledger become void. Groups that other settings made are sampled anew:
