@@ -178,10 +178,10 @@ class CheckpointStore:
         (folder / FILE).unlink(missing_ok=True)
         shutil.rmtree(folder, ignore_errors=True)
 
-    def remove_incomplete(self) -> None:
-        """Remove folders that were not completed. No role may be writing."""
+    def remove_incomplete(self, *, but: int = 0) -> None:
+        """Remove folders that were not completed, except that of the step ``but``. No role may be writing to them."""
         for folder in (self.run_dir / "checkpoints").glob("step-*"):
-            if not (folder / FILE).exists():
+            if folder != checkpoint_folder(self.run_dir, but) and not (folder / FILE).exists():
                 shutil.rmtree(folder, ignore_errors=True)
 
 

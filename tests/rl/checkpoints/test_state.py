@@ -6,7 +6,9 @@ import os
 import random
 import stat
 from collections.abc import Mapping
+from concurrent.futures import Future
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -18,9 +20,11 @@ from rlmesh.errors import UsageError
 from rlmesh.rl.checkpoints.resuming import TrainerCheckpoints
 from rlmesh.rl.checkpoints.state import decoded, encoded, seed_generators
 from rlmesh.rl.checkpoints.store import CheckpointStore, checkpoint_folder, saved_step
+from rlmesh.rl.checkpoints.writer import CheckpointWriter
 from rlmesh.rl.engines.training.checkpoint.folders import CheckpointFolder
 from rlmesh.rl.trainers.here import _MetricsLink
 from rlmesh.rl.trainers.progress import Progress
+from tests.own_time import HANG_S
 from tests.rl.checkpoints.runs import make
 
 
@@ -173,3 +177,47 @@ def test_progress_that_others_can_have_written_is_refused(tmp_path: Path) -> Non
     (tmp_path / "progress.json").chmod(0o666)
     with pytest.raises(UsageError, match=r"the run cannot go on: .*progress\.json has mode 0666.*chmod go-w"):
         Progress.read(tmp_path)
+
+
+class Actor:
+    """A role whose part is written at once, or fails."""
+
+    def __init__(self, run_dir: Path, faults: Mapping[int, str]) -> None:
+        self.run_dir, self.faults = run_dir, faults
+
+    def call(self, method: str, step: int, *given: Any) -> Any:
+        folder = checkpoint_folder(self.run_dir, step) / "actor"
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "current.json").write_text("{}")
+        found = self.faults.get(step, "") if method == "saved" else ""
+        return SimpleNamespace(result=lambda: [found])
+
+
+def writer_of(run_dir: Path, faults: Mapping[int, str] | None = None) -> CheckpointWriter:
+    worker: Any = SimpleNamespace(alarm=lambda text: None)
+    actor = Actor(run_dir, faults or {})
+    return CheckpointWriter(CheckpointStore(run_dir), lambda: [("actor", actor)], worker, lambda text: None)
+
+
+ABOUT: dict[str, Any] = {"metrics": {}, "settings": {}, "position": {}}
+
+
+def test_parts_of_a_failed_checkpoint_leave_the_disk(tmp_path: Path) -> None:
+    writer = writer_of(tmp_path, {2: "No space left on device", 3: "No space left on device"})
+    for step in (1, 2, 3, 4):
+        assert writer.begin(step)
+        writer.complete(step, {}, ABOUT)
+        assert writer.wait(HANG_S)
+        failed = [checkpoint_folder(tmp_path, one) for one in (2, 3) if one != step]
+        assert not any(one.exists() for one in failed), "it would stay until the run starts again"
+    assert writer.failures == 2 and saved_step(tmp_path) == 4
+
+
+def test_a_checkpoint_counts_after_the_records_of_its_objects(tmp_path: Path) -> None:
+    writer, record, failed = writer_of(tmp_path), Future[None](), Future[None]()
+    failed.set_exception(OSError("told by the ledger"))
+    assert writer.begin(1)
+    writer.complete(1, {}, ABOUT, [record, failed])
+    assert not writer.wait(0.2) and saved_step(tmp_path) == 0
+    record.set_result(None)
+    assert writer.wait(HANG_S) and saved_step(tmp_path) == 1
