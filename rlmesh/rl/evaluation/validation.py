@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextvars
 import threading
 from collections.abc import Mapping
+from concurrent import futures
 from concurrent.futures import Future
 from typing import TYPE_CHECKING
 
@@ -18,6 +19,10 @@ if TYPE_CHECKING:
     from rlmesh.rl.trainers.trainer import Trainer
 
 __all__ = ["Validation"]
+
+
+LONG_S = 600.0
+"""Seconds after which a step that waits for the validation in the background says so."""
 
 
 class Validation:
@@ -132,6 +137,7 @@ class Validation:
         if running is None:
             return
         step, future = running
+        self._await(step, future)
         try:
             metrics = future.result()
         except (WeightSyncError, *LOST) as error:
@@ -146,4 +152,11 @@ class Validation:
         self._waiting = None
         running, self._running = self._running, None
         if running is not None:
+            self._await(*running)
             running[1].exception()
+
+    def _await(self, step: int, future: Future[dict[str, float]]) -> None:
+        """Wait for a validation, and tell it if that takes long: a reward may hang."""
+        if futures.wait([future], LONG_S).not_done:
+            current_worker().alarm(f"the training waits for the validation of step {step}, for more than {LONG_S:g} s")
+            futures.wait([future])

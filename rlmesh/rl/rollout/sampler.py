@@ -43,6 +43,8 @@ POISON = "poison"
 """Begins the reason of a group that fails since it kills engines or scorers."""
 SCORERS = 4
 """Threads that have groups scored while others are sampled."""
+CLOSE_S = 10.0
+"""Seconds for which `Sampler.close` waits for its thread."""
 LOOK_S = 1.0
 """Seconds after which a thread that waits looks again, if nothing happens."""
 
@@ -217,15 +219,15 @@ class Sampler:
         }
 
     def close(self) -> None:
-        """End the threads. What is being sampled is given up."""
+        """End the threads. What is being sampled is given up, and a scoring that hangs is not waited for."""
         self._ends = True
         self._post()
         if self._thread is not None:
-            self._thread.join()
+            self._thread.join(CLOSE_S)
         with self._changed:
             self._cancel()
         if self._pool is not None:
-            self._pool.shutdown(cancel_futures=True)
+            self._pool.shutdown(wait=False, cancel_futures=True)
 
     def _cancel(self) -> None:
         asked, self._asked = self._asked, set()

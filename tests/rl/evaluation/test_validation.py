@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -13,6 +14,7 @@ from rlmesh.errors import PeerLost, UsageError, WeightsNotReady, WeightSyncError
 from rlmesh.rl.engines.rollout import Sample, SamplingParams
 from rlmesh.rl.evaluation.validation import Validation
 from rlmesh.rl.trainers.trainer import Trainer
+from tests.own_time import HANG_S
 
 STEPS, SAVED = 9, 4
 
@@ -105,6 +107,20 @@ def test_another_error_ends_the_run(told: Recorded) -> None:
 
     with pytest.raises(UsageError, match="has a fault"):
         run_in_background(trainer(), work)
+
+
+def test_a_validation_that_takes_long_is_told(told: Recorded, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rlmesh.rl.evaluation.validation.LONG_S", 0.01)
+    slow = threading.Event()
+
+    def alarm(self: WorkerContext, text: str) -> None:
+        told.alarm(text)
+        slow.set()
+
+    monkeypatch.setattr(WorkerContext, "alarm", alarm)
+    run_in_background(trainer(), lambda step: {"val/alarmed": float(slow.wait(HANG_S))})
+    assert told.reports == {2: {"val/alarmed": 1.0}}
+    assert told.alarms == ["the training waits for the validation of step 2, for more than 0.01 s"]
 
 
 def test_numbers_come_under_their_own_step(told: Recorded) -> None:

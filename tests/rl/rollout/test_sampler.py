@@ -395,6 +395,31 @@ def test_weights_that_are_too_old_for_a_step_drop_nothing_of_it(tmp_path: Path, 
         assert dropped and all((row.step or 0) - 1 - (row.oldest or 0) <= bound for row in dropped)
 
 
+def test_a_scoring_that_hangs_does_not_keep_a_run_from_ending(tmp_path: Path) -> None:
+    began, goes_on, closed = threading.Event(), threading.Event(), threading.Event()
+
+    def score(groups: Sequence[Group]) -> list[Group]:
+        began.set()
+        assert goes_on.wait(HANG_S)
+        return scored(groups)
+
+    made = Loop(tmp_path, FakeEngines(1), "async", score=score)
+
+    def close() -> None:
+        made.close()
+        closed.set()
+
+    made.begin()
+    assert began.wait(HANG_S)
+    thread = threading.Thread(target=close)
+    thread.start()
+    try:
+        assert closed.wait(HANG_S / 2)
+    finally:
+        goes_on.set()
+        thread.join(HANG_S)
+
+
 def test_seeds_differ_by_run_position_and_number() -> None:
     seeds = {sample_seed(*one) for one in [(0, 0, 0), (1, 0, 0), (0, 1, 0), (0, 0, 1), (0, 1, 1)]}
     assert len(seeds) == 5 and all(0 <= seed < 2**31 for seed in seeds)
