@@ -12,7 +12,7 @@ from typing import Any
 from rlmesh import private_files
 from rlmesh.agent.processes import ownership
 from rlmesh.errors import UsageError
-from rlmesh.run_directory.workspace import ABOUT_FILE, KEY_FILE, socket_bases
+from rlmesh.run_directory.workspace import ABOUT_FILE, JOB_FILE, KEY_FILE, socket_bases
 from rlmesh.runtime.connections.security import load_key_file
 from rlmesh.runtime.process import clock
 
@@ -117,7 +117,16 @@ def _swept(job: RunningJob) -> bool:
 
 
 def _remove_unheld(folder: str, nodes: list[str]) -> None:
-    """Remove a socket folder that no job has been described in, if neither its maker nor a guardian holds it."""
+    """Remove a socket folder that no job has been described in, if neither its maker nor a guardian holds it.
+
+    Folders of others may have such names too: one with anything else in it stays.
+    """
+    try:
+        names = set(os.listdir(folder))
+    except OSError:
+        return
+    if names != {JOB_FILE, *map(os.path.basename, nodes)}:
+        return
     held = [fd for fd in map(ownership.hold_folder, (folder, *nodes)) if fd is not None]
     unheld = len(held) == len(nodes) + 1 and all(map(_alone, held))
     for fd in held[1:]:

@@ -24,6 +24,8 @@ from rlmesh.runtime.connections.security import make_key, write_key_file
 from rlmesh.runtime.process import clock
 from rlmesh.runtime.transport.base import local_address
 
+JOB_FILE = "job"
+"""File in a socket folder, empty until the job is described: the sign of a socket folder."""
 ABOUT_FILE, KEY_FILE = "about.json", "key"
 """Files in the socket folder of node 0, which only its owner can enter; ``rlmesh ps`` needs them to find and ask a
 job."""
@@ -94,7 +96,7 @@ class Workspace:
 
     @property
     def job_path(self) -> Path:
-        return self.socket_dir / "job"
+        return self.socket_dir / JOB_FILE
 
     def node_dir(self, node_rank: int) -> Path:
         """Return the socket folder of one node, removed by its guardian."""
@@ -148,7 +150,7 @@ class NodeFolder:
                 f"node {config.node_name} cannot make {error.filename}: {error.strerror}. The run directory of a job "
                 "of several nodes must be one that each of them can make: name one by --run-dir"
             ) from None
-        return cls(replace(config, socket_dir=str(node), job_path=str(folder / "job")), folder, hold)
+        return cls(replace(config, socket_dir=str(node), job_path=str(folder / JOB_FILE)), folder, hold)
 
     def remove(self) -> None:
         """Remove the folder; its guardian removes it too."""
@@ -196,6 +198,12 @@ def _held_folder(base: str) -> tuple[Path, Hold]:
         folder = Path(tempfile.mkdtemp(prefix="rlm-", dir=base))
         hold = Hold(folder)
         if hold and folder.exists():
+            try:
+                (folder / JOB_FILE).touch(0o600)
+            except OSError:  # a full disk
+                shutil.rmtree(folder, ignore_errors=True)
+                hold.release()
+                raise
             return folder, hold
         hold.release()  # it was removed, or is being removed, since nobody held it yet
         shutil.rmtree(folder, ignore_errors=True)

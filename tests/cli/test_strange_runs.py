@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 
@@ -70,6 +71,13 @@ def test_folders_of_other_owners_are_not_looked_at(tmp_path: Path) -> None:
     assert running_jobs((str(tmp_path),)) == found
 
 
+def test_folders_of_others_that_have_such_a_name_stay(tmp_path: Path) -> None:
+    with TemporaryDirectory(prefix="rlm-", dir=tmp_path) as folder:
+        assert (running_jobs((str(tmp_path),)), os.path.exists(folder)) == ([], True)
+        (Path(folder) / "n0").mkdir(0o700)
+        assert (running_jobs((str(tmp_path),)), os.path.exists(folder)) == ([], True)
+
+
 def test_the_folder_of_a_driver_that_was_killed_before_its_job_began_is_removed(tmp_path: Path) -> None:
     made = subprocess.Popen(
         [sys.executable, "-c", "import sys; from rlmesh.run_directory.workspace import _make_socket_dir as make\n"
@@ -83,6 +91,9 @@ def test_the_folder_of_a_driver_that_was_killed_before_its_job_began_is_removed(
     assert (running_jobs((str(tmp_path),)), folder.exists()) == ([], True), "its maker lives"
     made.kill()
     made.communicate(timeout=HANG_S)
+    (folder / "file").touch()
+    assert (running_jobs((str(tmp_path),)), folder.exists()) == ([], True), "it may be another's"
+    (folder / "file").unlink()
     guardian = ownership.hold_folder(str(folder / "n0"))
     assert guardian is not None
     assert (running_jobs((str(tmp_path),)), folder.exists()) == ([], True), "a guardian holds it"

@@ -6,6 +6,7 @@ import math
 from pathlib import Path
 from typing import Any
 
+import gymnasium as gym
 import numpy as np
 import pytest
 import torch
@@ -164,6 +165,35 @@ def test_evaluation_plays_whole_episodes_without_exploration() -> None:
         weights = weights_of(algorithm)
         assert algorithm.evaluate()["env_runners"]["num_episodes"] == 3
         assert np.array_equal(weights, weights_of(algorithm))  # evaluation changes nothing
+
+
+class Signs(gym.Env[np.ndarray, Any]):
+    """Ten steps; the reward of action 1 is 1, that of action 0 is -1."""
+
+    observation_space = gym.spaces.Box(-1, 1, (1,), np.float32)
+    action_space = gym.spaces.Discrete(2)
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[np.ndarray, dict[str, Any]]:
+        super().reset(seed=seed)
+        self.left = 10
+        return np.zeros(1, np.float32), {}
+
+    def step(self, action: Any) -> tuple[np.ndarray, float, bool, bool, dict[str, Any]]:
+        self.left -= 1
+        return np.zeros(1, np.float32), 2.0 * action - 1, self.left == 0, False, {}
+
+
+def test_evaluation_of_steps_counts_no_episode_that_another_policy_began() -> None:
+    config = PPOConfig().environment(lambda context: Signs()).env_runners(num_envs=1)
+    config.evaluation(evaluation_duration=18, evaluation_duration_unit="timesteps")
+    with config.build() as algorithm:
+        bias = algorithm.get_module().get_parameter("policy_head.0.bias")
+        for sign in (1.0, -1.0):
+            with torch.no_grad():
+                bias.copy_(torch.tensor([-50.0, 50.0]) * sign)
+            result = algorithm.evaluate()["env_runners"]
+            assert result["episode_return_mean"] == 10 * sign
+            assert result["num_episodes"] == 1
 
 
 def test_evaluation_does_not_change_the_training() -> None:

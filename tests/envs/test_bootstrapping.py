@@ -15,6 +15,8 @@ from hypothesis import strategies as st
 
 from rlmesh.envs import EnvRunner, ModulePolicy, Policy, SampleBatch
 from rlmesh.envs.batches.estimates import discounted_returns
+from rlmesh.envs.connectors import ObservationNormalizer
+from rlmesh.envs.runners.remote import RemoteEnvRunner
 from rlmesh.errors import UsageError
 
 from .environments import Count
@@ -298,3 +300,94 @@ def test_wrong_environments_are_refused() -> None:
         EnvRunner(lambda c: Count(), Random).sample(1, num_episodes=1)
     with pytest.raises(UsageError, match="at least 1, not 0"):
         EnvRunner(lambda c: Count(), Random).sample(0)
+
+
+@pytest.mark.parametrize("broken", [np.nan, np.inf])
+@pytest.mark.parametrize("connected", [False, True])
+@pytest.mark.parametrize("at", [0, 1, 2, 3])
+def test_observations_that_are_no_numbers_are_refused_wherever_they_stand(
+    at: int, connected: bool, broken: float
+) -> None:
+    """Episodes have three steps: observation 0 is the first one, 3 the last one."""
+
+    class Breaks(Count):
+        def observe(self) -> np.ndarray:
+            observation = super().observe()
+            if self.episode == 1 and self.at == at:
+                observation[1] = broken
+            return observation
+
+    connectors = [ObservationNormalizer()] if connected else []
+    steps = 3 + at if at else 3  # the fragment ends with that observation
+    runner = EnvRunner(lambda c: Breaks((3,), (False,)), Random, connectors=connectors)
+    with pytest.raises(FloatingPointError, match=r"environment 0 of runner 0 returned .* that is NaN or infinite"):
+        runner.sample(steps)
+    assert len(runner.take_stats()) == 0
+    if connected:
+        assert np.isfinite(runner.sample(4)["obs"]).all()
+
+
+def test_the_return_of_a_refused_fragment_is_not_counted() -> None:
+    class Bad(Count):
+        def step(self, action: Any) -> Any:
+            observation, reward, *rest = super().step(action)
+            return observation, float("nan") if self.episode == 2 else reward, *rest
+
+    runner = EnvRunner(lambda c: Bad((3,), (False,)), Random)
+    runner.sample(3)
+    with pytest.raises(FloatingPointError):
+        runner.sample(6)
+    assert runner.take_stats().returns == [6.0]
+
+
+def test_final_observations_that_the_reset_overwrites_are_refused() -> None:
+    def runner(mode: AutoresetMode, same_array: bool) -> EnvRunner:
+        return runner_of(mode, partial(Count, (3,), (True,), None, same_array), 2)
+
+    with pytest.raises(UsageError, match="its final observation is overwritten by the next episode's first one"):
+        runner(AutoresetMode.SAME_STEP, True).sample(6)
+    for mode, same_array in ((AutoresetMode.NEXT_STEP, True), (AutoresetMode.SAME_STEP, False)):
+        batch = runner(mode, same_array).sample(6)
+        assert batch["new_obs"][:3, 1].tolist() == [1, 2, 3]
+
+
+def test_a_restored_vector_of_gymnasium_begins_other_episodes() -> None:
+    def runner() -> EnvRunner:
+        return EnvRunner("CartPole-v1", ModulePolicy, num_envs=2, seed=1, vectorize_mode="sync")
+
+    one = runner()
+    first = one.sample(40)
+    starts = []
+    for _ in range(2):
+        other = runner()
+        other.set_state(one.get_state())
+        starts.append({tuple(row) for row in other.sample(40)["obs"][::20]})
+        one = other
+    assert not starts[0] & {tuple(row) for row in first["obs"]}
+    assert not starts[0] & starts[1]
+
+
+def restarted(policy: type[Policy] = ModulePolicy) -> RemoteEnvRunner:
+    remote = RemoteEnvRunner()
+    remote.runner = EnvRunner("CartPole-v1", policy, start=1, worker_index=1)
+    return remote
+
+
+def test_a_runner_that_restarted_samples_with_no_initial_weights() -> None:
+    remote = restarted()
+    with pytest.raises(UsageError, match="runner 1 was restarted and has its initial weights only"):
+        remote.sample(5)
+    assert remote.sample_with_stats(5, version=3) is None
+    remote.set_weights(remote.get_weights(), 3)
+    assert len(remote.sample(5)) == len(remote.sample_with_stats(5, version=3)[0]) == 5
+    assert len(restarted(Random).sample(5)) == 5  # it has no weights
+
+
+def test_weights_that_are_set_by_hand_stay() -> None:
+    remote = restarted()
+    remote.set_weights(remote.get_weights())  # a restarted runner
+    assert remote.sample_with_stats(5, version=3) is not None
+    remote.set_weights(remote.get_weights(), 3)
+    remote.set_weights(remote.get_weights())  # a runner with weights of the group
+    assert remote.sample_with_stats(5, version=3) is not None
+    assert remote.sample_with_stats(5, version=4) is None  # the group has newer ones

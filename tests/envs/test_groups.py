@@ -89,9 +89,16 @@ def test_remote_runners_sample_get_weights_and_come_back(tmp_path: Path) -> None
             each.call("set_weights", {"default_policy": {"weights": np.ones(4)}}).result(HANG_S)
         assert all((w == 1).all() for w in group.foreach_worker(weights_in, local_env_runner=False))
 
+        batch = group.sample(60)  # with these weights, not with those of the group
+        np.testing.assert_allclose(batch["sums"], batch["obs"].sum(1), rtol=1e-5, atol=1e-5)
+
         group.local_env_runner.policy.set_weights({"weights": np.arange(4.0)})
         group.sync_weights()
         assert all((w == np.arange(4)).all() for w in group.foreach_worker(weights_in))
+
+        group.sample(6)
+        group.begin_episodes()
+        assert (group.sample(6)["t"] == 0).all()  # one step of each environment
 
         seen = set(group.sample(600)["eps_id"].tolist())
         before = pids_of(group)
@@ -273,6 +280,7 @@ class Noting(PPO):
         return results
 
 
+@pytest.mark.slow
 @pytest.mark.soak
 def test_runners_that_are_killed_every_five_seconds_for_a_minute() -> None:
     config = PPOConfig(Noting).environment("CartPole-v1").env_runners(num_env_runners=2, num_envs_per_env_runner=4)

@@ -10,10 +10,11 @@ import numpy as np
 import pytest
 import torch
 
-from rlmesh.envs import ActorCriticModule, EnvRunner, ModulePolicy, RLModule
+from rlmesh.envs import ActorCriticModule, EnvRunner, ModulePolicy, PPOConfig, RLModule
 from rlmesh.envs.learners.flat_adam import FlatAdam
 from rlmesh.envs.modules.distributions import distribution_of
 from rlmesh.envs.modules.numpy_forward import NumpyForward
+from rlmesh.envs.modules.q_module import QModule
 from rlmesh.errors import UsageError
 
 from .environments import Frames
@@ -165,3 +166,107 @@ def test_adam_on_one_tensor_is_adam() -> None:
             flat.load_state_dict(flat.state_dict())
     for a, b in zip(one.parameters(), two.parameters(), strict=True):
         assert torch.allclose(a, b, atol=1e-6)
+
+
+def without_action_0(out: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    mask = torch.tensor([-1e9, 0.0])
+    return {**out, "action_dist_inputs": out["action_dist_inputs"] + mask}
+
+
+class MaskedInTraining(ActorCriticModule):
+    def forward_train(self, batch: Any) -> dict[str, torch.Tensor]:
+        return without_action_0(super().forward_train(batch))
+
+
+class MaskedInExploration(ActorCriticModule):
+    def forward_exploration(self, batch: Any) -> dict[str, torch.Tensor]:
+        return without_action_0(super().forward_exploration(batch))
+
+
+class MaskedInInference(ActorCriticModule):
+    def forward_inference(self, batch: Any) -> dict[str, torch.Tensor]:
+        return without_action_0(super().forward_inference(batch))
+
+
+class MaskedValues(QModule):
+    def values(self, obs: torch.Tensor) -> torch.Tensor:
+        return without_action_0({"action_dist_inputs": super().values(obs)})["action_dist_inputs"]
+
+
+@pytest.mark.parametrize(
+    ("module", "explore"),
+    [
+        (MaskedInTraining, True), (MaskedInTraining, False), (MaskedInExploration, True), (MaskedInExploration, False),
+        (MaskedInInference, False), (MaskedValues, False),
+    ],
+)  # fmt: skip
+def test_runners_act_by_the_passes_that_a_subclass_overrides(module: Any, explore: bool) -> None:
+    config = {"module_class": module}
+    runner = EnvRunner("CartPole-v1", ModulePolicy, num_envs=2, seed=0, policy_config=config, explore=explore)
+    batch = runner.sample(80) if module is not MaskedValues else runner._collect(40).to_batch()
+    assert (batch["actions"] == 1).all()
+    assert (batch["action_dist_inputs"][:, 0] < -1e8).all()
+
+
+def test_layers_of_a_module_of_ones_own_are_evaluated_in_numpy() -> None:
+    class Own(MaskedInTraining):
+        def exploration_layers(self) -> torch.nn.Module | None:
+            return torch.nn.Sequential(self.encoder, self.policy_head)
+
+    assert Own(BOX, ACTIONS["box"]).layers_to_act(explore=False) is not None
+    assert ActorCriticModule(BOX, ACTIONS["box"]).layers_to_act(explore=True) is not None
+    assert MaskedInInference(BOX, ACTIONS["box"]).layers_to_act(explore=True) is not None
+    assert MaskedInTraining(BOX, ACTIONS["box"]).layers_to_act(explore=True) is None
+
+
+@pytest.mark.parametrize("gives_inputs", [True, False])
+def test_inputs_of_a_module_that_chooses_its_actions_are_kept(gives_inputs: bool) -> None:
+    class Chooses(ActorCriticModule):
+        def exploration_layers(self) -> None:
+            return None
+
+        def forward_exploration(self, batch: Any) -> dict[str, torch.Tensor]:
+            out = {
+                "action_dist_inputs": torch.tensor([0.0, 3.0]).expand(len(batch["obs"]), 2),
+                "actions": torch.ones(len(batch["obs"]), dtype=torch.int64),
+            }
+            return out if gives_inputs else {"actions": out["actions"]}
+
+    batch = EnvRunner("CartPole-v1", ModulePolicy, policy_config={"module_class": Chooses}).sample(10)
+    if not gives_inputs:
+        assert "action_dist_inputs" not in batch
+        assert "action_logp" not in batch
+        return
+    assert (batch["action_dist_inputs"] == [0.0, 3.0]).all()
+    np.testing.assert_allclose(batch["action_logp"], 3 - math.log(1 + math.exp(3)), rtol=1e-5)
+
+
+class Drops(ActorCriticModule):
+    def setup(self) -> None:
+        super().setup()
+        self.encoder = torch.nn.Sequential(self.encoder, torch.nn.Dropout(0.5), torch.nn.BatchNorm1d(64))
+
+
+def test_dropout_and_batch_statistics_act_in_training_alone() -> None:
+    config = (
+        PPOConfig()
+        .environment("CartPole-v1")
+        .training(train_batch_size=64, minibatch_size=64, num_epochs=1)
+        .debugging(seed=1)
+    )
+    with config.rl_module(module_class=Drops).build() as algorithm:
+        module = algorithm.get_module()
+        obs = {"obs": torch.randn(8, 4)}
+        modes = []
+        module.encoder[1].register_forward_hook(lambda layer, given, out: modes.append(layer.training))
+        for _ in range(2):
+            first, second = (module.forward_train(obs)["action_dist_inputs"] for _ in range(2))
+            assert torch.equal(first, second)
+            before = module.encoder[2].running_mean.clone()
+            algorithm.env_runner.sample(40)
+            assert torch.equal(before, module.encoder[2].running_mean)
+            assert not any(modes)
+            algorithm.train()
+            assert any(modes)  # the update has dropout
+            assert not torch.equal(before, module.encoder[2].running_mean)
+            modes.clear()

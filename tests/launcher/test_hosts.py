@@ -158,6 +158,7 @@ def test_each_option_of_launch_reaches_the_hosts_or_is_refused_or_means_nothing_
     add_options(parser)
     known = {action.dest for action in parser._actions}
     assert known == {*PASSED_ON, *NOT_WITH_HOSTS} | HERE_ONLY | NO_MEANING
-    words = "--chaos A@start --chaos B@shutdown --metrics 127.0.0.1:0 --timeline -m --grace 0 --max-restarts 0 job"
-    handed = "--max-restarts 0 --grace 0.0 --chaos A@start --chaos B@shutdown --metrics 127.0.0.1:0 --timeline --module"
+    seen = "--chaos A@start --chaos B@shutdown --metrics 127.0.0.1:0 --tracker wandb --timeline"
+    words = f"{seen} -m --grace 0 --max-restarts 0 job"
+    handed = f"--max-restarts 0 --grace 0.0 {seen} --module"
     assert " ".join(passed_on(parser.parse_args(words.split()))) == handed

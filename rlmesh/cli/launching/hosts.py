@@ -23,6 +23,7 @@ PASSED_ON = (
     "stop_within",
     "chaos",
     "metrics",
+    "tracker",
     "timeline",
     "module",
 )

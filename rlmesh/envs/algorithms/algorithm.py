@@ -163,6 +163,8 @@ class Algorithm:
         self._evaluation.local_env_runner.set_weights(self.env_runner.get_weights())
         self._evaluation.sync_weights()
         amount, episodes = config["evaluation_duration"], config["evaluation_duration_unit"] == "episodes"
+        if not episodes:  # those that go on were begun by the policy of the last evaluation
+            self._evaluation.begin_episodes()
         self._evaluation.sample_all(**{"num_episodes" if episodes else "num_steps": amount})
         stats = self._evaluation.take_stats()
         window = EpisodeWindow(max(1, len(stats)))

@@ -113,6 +113,7 @@ class OffPolicy(Algorithm):
         runners = max(1, config["num_env_runners"])
         self._steps = config["rollout_fragment_length"] * self._num_envs(config) * runners
         self.learner.prepare_exploration(0)
+        self.env_runner_group.sync_weights()  # the runners got their weights before exploration was set
 
     def _num_envs(self, config: AlgorithmConfig) -> int:
         number = self.env_runner.num_envs if not config["num_env_runners"] else config["num_envs_per_env_runner"]
@@ -129,6 +130,7 @@ class OffPolicy(Algorithm):
             self.replay.add({name: batch[name] for name in self._stored})
             self.env_steps_sampled += len(batch)
             self._due += len(batch) * self._updates_per_step
+        self.learner.sampled = self.env_steps_sampled
         starts = self.config["num_steps_sampled_before_learning_starts"]
         stats: dict[str, Any] = {}
         updates = 0
@@ -156,6 +158,11 @@ class OffPolicy(Algorithm):
             if isinstance(self.replay, PrioritizedReplayBuffer):
                 self.replay.update_priorities(batch["batch_indexes"], np.abs(self.learner.td_errors))
         return stats
+
+    def set_weights(self, weights: Mapping[str, Any]) -> None:
+        """Take over weights by policy id, for the target networks too, and send them to all runners."""
+        super().set_weights(weights)
+        self.learner.follow(1.0)
 
     def get_state(self) -> dict[str, Any]:
         own = {"replay": self.replay.state(), "env_steps_sampled": self.env_steps_sampled, "due": self._due}

@@ -16,11 +16,16 @@ class FrameStack(Connector):
     """The last ``frames`` observations of an episode as one, the oldest first.
 
     Vectors ``[n]`` become ``[frames · n]``, images ``[height, width]`` become ``[height, width, frames]``, and images
-    with channels ``[height, width, channels]`` become ``[height, width, frames · channels]``. At the start of an
-    episode, its first observation takes the place of earlier ones.
+    with channels ``[height, width, channels]`` become ``[height, width, frames · channels]``, or ``[channels, height,
+    width]`` ``[frames · channels, height, width]``: the shorter of the first and the last axis is that of the channels.
+    At the start of an episode, its first observation takes the place of earlier ones.
 
     Args:
         frames: number of observations.
+
+    Raises:
+        UsageError: the space has no such form, or has so many channels after stacking that the networks of
+            `rlmesh.envs` would take another axis for that of the channels.
     """
 
     def __init__(self, frames: int = 4) -> None:
@@ -33,14 +38,24 @@ class FrameStack(Connector):
 
         if not isinstance(space, spaces.Box) or not 1 <= len(space.shape) <= 3:
             raise UsageError(f"FrameStack needs observations in a Box of one to three axes, not in {space}")
+        self._channels_first = len(space.shape) == 3 and space.shape[0] < space.shape[-1]
         self._past = np.zeros((size, self.frames, *space.shape), space.dtype)
         low, high = (self._joined(np.stack([bound] * self.frames)[None])[0] for bound in (space.low, space.high))
+        shape = low.shape
+        taken_for_first = len(shape) == 3 and shape[0] < shape[-1]
+        if taken_for_first != self._channels_first and sorted(shape)[1] >= 16:  # large enough for convolutions
+            raise UsageError(
+                f"FrameStack({self.frames}) makes images of {shape} from {space.shape}: with more channels than rows, "
+                "networks take another axis for the channels. Stack fewer frames, or scale the images up"
+            )
         return spaces.Box(low, high, dtype=space.dtype.type)
 
     def _joined(self, past: np.ndarray) -> np.ndarray:
         """Observations ``[n, frames, …]`` as ``[n, …]``."""
         if past.ndim == 3:
             return past.reshape(len(past), -1)
+        if self._channels_first:
+            return past.reshape(len(past), -1, *past.shape[3:])
         moved = np.moveaxis(past, 1, 3)
         return np.ascontiguousarray(moved.reshape(*moved.shape[:3], -1))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -26,14 +27,15 @@ class GymVector:
 
     Args:
         env: the vector environment.
-        seed: seed of the first reset, or a list with one seed per environment; None: the environment's own.
+        seeds: ``seeds(start)`` is the seed of a first reset, or a list with one seed per environment; None: the
+            environment's own.
         infos: collect infos.
 
     Raises:
         UsageError: the environment names no autoreset mode, or its spaces are not supported.
     """
 
-    def __init__(self, env: Any, seed: int | list[int] | None = None, *, infos: bool = False) -> None:
+    def __init__(self, env: Any, seeds: Callable[[int], int | list[int]] | None = None, *, infos: bool = False) -> None:
         mode = env.metadata.get("autoreset_mode")
         self.mode = getattr(mode, "value", mode)
         if self.mode not in (NEXT_STEP, SAME_STEP, DISABLED):
@@ -41,7 +43,8 @@ class GymVector:
                 f"the vector environment {env} has metadata['autoreset_mode'] = {mode!r}; it must name one of "
                 "gymnasium.vector.AutoresetMode, since the mode decides which observation is an episode's last"
             )
-        self.env, self._seed, self.resets_later = env, seed, self.mode == NEXT_STEP
+        self.env, self._seeds, self.resets_later = env, seeds, self.mode == NEXT_STEP
+        self.starts, self._begun = [0], False
         self.size = int(env.num_envs)
         self.action_space = env.single_action_space
         self.rows = ObservationRows(env.single_observation_space)
@@ -51,11 +54,16 @@ class GymVector:
         self._resetting = np.zeros(self.size, bool)
 
     def reset(self, out: np.ndarray, running: np.ndarray) -> None:
-        """Begin an episode in each environment; the seeds are those of the first time only."""
-        observations, _ = self.env.reset(seed=self._seed)
-        self._seed = None
+        """Begin an episode in each environment; seeds are those of the first time after each start only."""
+        seed = self._seeds(self.starts[0]) if self._seeds is not None and not self._begun else None
+        self._begun = True
+        observations, _ = self.env.reset(seed=seed)
         self._copy(out, observations)
         self._resetting[:] = False
+
+    def begin_again(self, start: int) -> None:
+        """Let the next reset take the seeds of this start, as a restored run does."""
+        self.starts, self._begun = [start], False
 
     def step(self, actions: np.ndarray, out: np.ndarray) -> StepOutcome:
         """Step all environments; ``out`` becomes the observations to act on. The row of a reset is not valid."""
@@ -99,6 +107,14 @@ class GymVector:
                 f"{missing}: without the final observation, truncated episodes cannot be valued"
             )
         assert final is not None
+        own: Any = getattr(self.env.unwrapped, "_env_obs", None)  # Gymnasium's SyncVectorEnv keeps them there
+        for i in ended if own is not None else ():
+            if isinstance(final[i], np.ndarray) and np.shares_memory(final[i], own[i]):
+                raise UsageError(
+                    f"environment {i} returns its observations in one array again and again, and resets in the same "
+                    "step: its final observation is overwritten by the next episode's first one. Return copies, or "
+                    "take autoreset_mode NEXT_STEP"
+                )
         return [np.array(final[i], self.rows.dtype) for i in ended]
 
     def close(self) -> None:

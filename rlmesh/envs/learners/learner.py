@@ -96,9 +96,8 @@ class Learner:
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         self.before_update()
-        self.module.train()
         sums: dict[str, torch.Tensor] = {}
-        with threads(self._threads), self._kept_if_it_fails():
+        with threads(self._threads), self.training(), self._kept_if_it_fails():
             for epoch in range(config["num_epochs"]):
                 order = torch.randperm(rows, generator=self.generator) if parts > 1 else None
                 is_last = epoch == config["num_epochs"] - 1
@@ -141,6 +140,15 @@ class Learner:
         self.optimizer.step()
         stats["total_loss"] = loss.detach()
         return stats
+
+    @contextmanager
+    def training(self) -> Iterator[None]:
+        """Layers such as dropout are in training mode within the block, and in evaluation mode after it."""
+        self.module.train()
+        try:
+            yield
+        finally:
+            self.module.eval()
 
     @contextmanager
     def _kept_if_it_fails(self) -> Iterator[None]:

@@ -28,6 +28,7 @@ class OffPolicyLearner(Learner):
     Attributes:
         target: a copy of that part, which follows slowly.
         updates: number of updates so far.
+        sampled: steps of environments so far, which schedules of ``lr`` count; None: they count rows of updates.
         td_errors: target minus value of each transition of the last update, ``[rows]``.
     """
 
@@ -37,8 +38,9 @@ class OffPolicyLearner(Learner):
     def __init__(self, module: Any, config: Mapping[str, Any]) -> None:
         super().__init__(module, config)
         self.updates = 0
+        self.sampled: int | None = None
         self.td_errors: np.ndarray = np.zeros(0, np.float32)
-        self.target = copy.deepcopy(self.followed()).requires_grad_(False)
+        self.target = copy.deepcopy(self.followed()).requires_grad_(False).eval()
         self._online: list[torch.Tensor] = list(self.followed().parameters())
         self._late: list[torch.Tensor] = list(self.target.parameters())
 
@@ -75,11 +77,11 @@ class OffPolicyLearner(Learner):
         if lacks:
             raise UsageError(f"{type(self).__name__} needs the column {lacks[0]!r}; the batch has {', '.join(batch)}")
         tensors = {name: torch.from_numpy(batch[name]) for name in (*self.wants, *self.may_have) if name in batch}
-        lr = scheduled(self.config["lr"], self.steps)
+        lr = scheduled(self.config["lr"], self.steps if self.sampled is None else self.sampled)
         for optimizer in self.optimizers():
             for group in optimizer.param_groups:
                 group["lr"] = lr
-        with threads(self._threads):
+        with threads(self._threads), self.training():
             stats = self.step(tensors)
         self.updates += 1
         self.steps += len(batch[columns.OBS])
@@ -115,6 +117,8 @@ class OffPolicyLearner(Learner):
     def follow(self, share: float) -> None:
         """Move the target by a share of its distance to the module; 1 copies the module (Polyak averaging)."""
         torch._foreach_lerp_(self._late, self._online, share)
+        for late, online in zip(self.target.buffers(), self.followed().buffers(), strict=True):
+            late.copy_(online)  # statistics of layers, which are averages already
 
     def get_state(self) -> dict[str, Any]:
         return {

@@ -43,6 +43,7 @@ class ModulePolicy(Policy):
             module_class: type[RLModule] = self.config.get("module_class") or ActorCriticModule
             self.module = module_class(observation_space, action_space, self.config.get("model_config"))
         self.module.requires_grad_(True)
+        self.module.eval()  # learners switch to training for the time of an update
         self._learner: Learner | None = None
 
     @property
@@ -133,9 +134,10 @@ class ModuleExplorer(Explorer):
         self._module, self._distribution = module, module.distribution
         self._forward = module.forward_exploration if explore else module.forward_inference
         # Made anew for each fragment: weights change between fragments only.
-        self._fast = NumpyForward.of(module.exploration_layers())
+        self._fast = NumpyForward.of(module.layers_to_act(explore=explore))
         if self._distribution is not None:
             self._inputs = np.zeros((size, steps, self._distribution.size), np.float32)
+            self._drew = False
             self._noise = self._distribution.noise(policy.rng, (steps, size)) if explore else None
 
     def act(self, time: int, observations: np.ndarray) -> np.ndarray:
@@ -151,7 +153,7 @@ class ModuleExplorer(Explorer):
                 return self.actions[:, time]
             inputs = outputs.pop(columns.ACTION_DIST_INPUTS).detach().numpy()
         assert self._distribution is not None, "a module without a distribution returns actions"
-        self._inputs[:, time] = inputs
+        self._inputs[:, time], self._drew = inputs, True
         noise = self._noise
         actions = self._distribution.mode(inputs) if noise is None else self._distribution.sample(inputs, noise[time])
         self.actions[:, time] = actions
@@ -167,6 +169,7 @@ class ModuleExplorer(Explorer):
             self.extra[name][:, time] = array
 
     def columns(self) -> dict[str, np.ndarray]:
-        if self._distribution is None:
+        """All columns; ``action_dist_inputs`` are those that actions were drawn from, or what the module returned."""
+        if self._distribution is None or not self._drew:
             return super().columns()
         return {**super().columns(), columns.ACTION_DIST_INPUTS: self._inputs}

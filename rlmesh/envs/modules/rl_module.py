@@ -92,8 +92,19 @@ class RLModule(nn.Module):
     def exploration_layers(self) -> nn.Module | None:
         """The layers from ``obs`` to ``action_dist_inputs``, if plain layers are all there is; None otherwise.
 
-        A runner evaluates small stacks of linear layers in NumPy instead of calling `forward_exploration`.
+        A runner evaluates small stacks of linear layers in NumPy instead of calling `forward_exploration`, unless a
+        subclass of the class that defines this method overrides a forward pass or ``values``.
         """
+        return None
+
+    def layers_to_act(self, *, explore: bool) -> nn.Module | None:
+        """`exploration_layers`, or None if a forward pass to act is defined by a class derived from theirs."""
+        passes = ["forward_train", "forward_exploration", "values"] + ["forward_inference"] * (not explore)
+        for kind in type(self).__mro__:
+            if "exploration_layers" in vars(kind):
+                return self.exploration_layers()
+            if any(name in vars(kind) for name in passes):
+                return None
         return None
 
 
@@ -125,11 +136,15 @@ class ActorCriticModule(RLModule):
         }
 
     def forward_exploration(self, batch: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        if self.shares:
-            return self.forward_train(batch)
+        if self.shares or type(self).forward_train is not ActorCriticModule.forward_train:
+            return self.forward_train(batch)  # a subclass may change the logits there alone
         return {columns.ACTION_DIST_INPUTS: self.policy_head(self.encoder(batch[columns.OBS]))}
 
     def compute_values(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """Values of observations, ``[rows]``, by the value head alone.
+
+        A subclass whose `forward_train` returns other ``vf_preds`` overrides this method too.
+        """
         encoder = self.encoder if self.value_encoder is None else self.value_encoder
         values: torch.Tensor = self.value_head(encoder(batch[columns.OBS])).squeeze(-1)
         return values

@@ -15,8 +15,8 @@ NO_ROW = -1
 class EpisodeLinks:
     """For each row of a ring, the number of the row with the next step of the same episode, or ``NO_ROW``.
 
-    Rows are numbered from 0 in the order in which they were added; row n lies at position n % capacity. A step is
-    newer than its predecessor, so it is overwritten later: a link of a stored row always leads to a stored row.
+    Rows are numbered from 0 in the order in which they were added; row n lies at position n % capacity. A link may
+    outlive the row that it leads to, if steps were not added in the order of time.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -54,15 +54,15 @@ class EpisodeLinks:
             self.tails = {key: tail for key, tail in self.tails.items() if tail[0] >= first + count - capacity}
             self._prune_at = max(1024, 2 * len(self.tails))
 
-    def walk(self, rows: NDArray[np.int64], steps: int) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+    def walk(self, rows: NDArray[np.int64], steps: int, oldest: int) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
         """Row numbers [n, steps] of consecutive steps from ``rows`` on, and where they exist; elsewhere the last one
-        is repeated.
+        is repeated. Rows before ``oldest`` are overwritten, so they do not exist.
         """
         found = np.repeat(rows[:, None], steps, axis=1)
         there = np.ones(found.shape, np.bool_)
         for step in range(1, steps):
             following = self.next[found[:, step - 1] % self.capacity]
-            there[:, step] = there[:, step - 1] & (following != NO_ROW)
+            there[:, step] = there[:, step - 1] & (following >= oldest)
             found[:, step] = np.where(there[:, step], following, found[:, step - 1])
         return found, there
 

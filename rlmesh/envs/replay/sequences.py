@@ -92,7 +92,7 @@ class SequenceReplayBuffer(ReplayBuffer):
         drawn = self._random.integers(self._starts_dropped, self._starts_added, count)
         first = self._starts[drawn % self.capacity]
         assert self._links is not None
-        rows, there = self._links.walk(first, self.burn_in + self.length)
+        rows, there = self._links.walk(first, self.burn_in + self.length, self.oldest)
         flat = self._store.read(rows % self.capacity, tuple(self._names - set(self.state_columns)))
         for array in flat.values():
             array[~there] = 0

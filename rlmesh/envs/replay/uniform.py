@@ -124,7 +124,7 @@ class ReplayBuffer:
         return {**nested(flat), "batch_indexes": numbers}
 
     def _over_n_steps(self, links: EpisodeLinks, numbers: NDArray[np.int64]) -> dict[Leaf, NDArray[Any]]:
-        path, there = links.walk(numbers, self.n_step)
+        path, there = links.walk(numbers, self.n_step, self.oldest)
         positions = path % self.capacity
         rewards = self._store.arrays[("rewards",)]
         discounts = self.gamma ** np.arange(self.n_step)

@@ -86,9 +86,10 @@ class EnvRunner:
             config.setdefault("model_seed", seed)
             config["seed"] = env_seed(seed, worker_index, POLICY_PLACE, start)
         self.policy = policy_class(self.observation_space, self._vector.action_space, config)
-        self.weights_version = -1
+        self.weights_version, self.has_weights = -1, False
         self._obs, self._raw = self._empty(self.num_envs), self._vector.rows.empty(self.num_envs)
         self._stats, self._pool = EpisodeStats(), ArrayPool()
+        self._counted = (0, 0)  # episodes and cuts before the fragment of now
         self._must_reset, self._obs_known = True, False
         # 2 ** 22 runners, 2 ** 12 restarts, 2 ** 29 episodes: unique over all runners of a run.
         self._next_episode = (worker_index << 41) | ((start & 0xFFF) << 29)
@@ -139,9 +140,14 @@ class EnvRunner:
             ``rollout_fragment_length`` steps of each environment.
 
         Raises:
-            UsageError: both arguments, or a number below 1.
+            UsageError: both arguments, or a number below 1; a runner that restarted has no weights yet.
             FloatingPointError: an environment returned a reward or an observation that is NaN or infinite.
         """
+        if self.start and not self.has_weights and type(self.policy).get_weights is not Policy.get_weights:
+            raise UsageError(
+                f"runner {self.worker_index} was restarted and has its initial weights only: call its set_weights "
+                "before its sample; EnvRunnerGroup.sample and sync_weights do that by themselves"
+            )
         if num_steps is not None and num_episodes is not None:
             raise UsageError("sample: give num_steps or num_episodes, not both")
         wanted = num_episodes if num_episodes is not None else num_steps
@@ -174,7 +180,7 @@ class EnvRunner:
         """Take over weights by policy id, as `get_weights` returns them.
 
         Args:
-            version: number of these weights, kept as `weights_version`.
+            version: number of these weights, kept as `weights_version`; None leaves that number as it is.
         """
         unknown = [policy_id for policy_id in weights if policy_id not in (DEFAULT_POLICY, CONNECTORS)]
         if unknown:
@@ -182,7 +188,13 @@ class EnvRunner:
         self.policy.set_weights(weights[DEFAULT_POLICY])
         if CONNECTORS in weights:
             self.connectors.set_shared_state(weights[CONNECTORS])
-        self.weights_version = self.weights_version + 1 if version is None else version
+        self.has_weights = True
+        if version is not None:
+            self.weights_version = version
+
+    def begin_episodes(self) -> None:
+        """Drop the episodes that go on: the next `sample` begins new ones."""
+        self._must_reset = True
 
     def foreach_env(self, fn: Callable[[Any], Any]) -> list[Any]:
         """``fn(env)`` of each environment; of a vector environment of Gymnasium, of it as a whole."""
@@ -202,10 +214,8 @@ class EnvRunner:
         state: dict[str, Any] = {"rng": self.policy.rng.bit_generator.state, "next_episode": self._next_episode}
         if self.connectors:
             state["connectors"] = self.connectors.state()
-        if not isinstance(self._vector, LocalVector):
-            return state
         state["starts"] = list(self._vector.starts)
-        if self._must_reset:
+        if self._must_reset or not isinstance(self._vector, LocalVector):
             return state
         try:
             state["envs"] = cloudpickle.dumps(self._vector.envs)
@@ -226,8 +236,8 @@ class EnvRunner:
         self._must_reset = "envs" not in state or len(state["_obs"]) != self.num_envs
         self._obs_known = not self._must_reset
         if not isinstance(self._vector, LocalVector):
-            return
-        if self._must_reset:  # with other seeds than those of the beginning
+            self._vector.begin_again(max(state.get("starts", [0])) + 1)
+        elif self._must_reset:  # with other seeds than those of the beginning
             self._vector.starts = [start + 1 for start in state.get("starts", self._vector.starts)][: self.num_envs]
             self._vector.starts += [1] * (self.num_envs - len(self._vector.starts))
         else:
@@ -261,10 +271,12 @@ class EnvRunner:
             first = creator(self._context(0))
         if isinstance(first, VectorEnv):
             own = mode in ("sync", "async") or hasattr(first, "env_fns")
-            seed: Any = None
-            if seeds is not None:
-                seed = [seeds(i, 0) for i in range(first.num_envs)] if own else seeds(0, 0)
-            return GymVector(first, seed, infos=self._infos)
+            places = range(first.num_envs)
+
+            def first_seeds(start: int) -> list[int] | int:
+                return [self._seed_of(i, start) for i in places] if own else self._seed_of(0, start)
+
+            return GymVector(first, None if seeds is None else first_seeds, infos=self._infos)
         if not all(hasattr(first, name) for name in ("reset", "step", "observation_space", "action_space")):
             raise UsageError(f"the creator returned {type(first).__name__}, which is no Gymnasium environment")
         return LocalVector(
@@ -285,6 +297,7 @@ class EnvRunner:
         raw = self._raw if self.connectors else self._obs
         self._vector.reset(raw, self._t > 0 if self._obs_known else np.ones(self.num_envs, bool))
         if self.connectors:
+            self._require_numbers("a first observation", raw, 0)
             self._obs = self.connectors.observe(raw, np.ones(self.num_envs, bool))
         self._obs_known = True
         for i in range(self.num_envs):
@@ -299,6 +312,7 @@ class EnvRunner:
 
     def _collect(self, steps: int) -> Fragment:
         """Step all environments ``steps`` times."""
+        self._counted = (len(self._stats), self._stats.cut)
         if self._must_reset:
             self._begin_all()
         n = self.num_envs
@@ -325,6 +339,7 @@ class EnvRunner:
             self._returns += outcome.rewards
             self._t += outcome.valid
             for i, last in zip(outcome.ended, outcome.final, strict=True):
+                self._require_numbers("a last observation", last, time, i)
                 ended.append((i, time, connectors.last(last, i)))
                 self._stats.returns.append(float(self._returns[i]))
                 self._stats.lengths.append(int(self._t[i]))
@@ -333,6 +348,7 @@ class EnvRunner:
                 self._stats.cut += 1
                 self._new_episode(i)
             if raw is not None:
+                self._require_numbers("an observation", raw, time)
                 first = ~outcome.valid
                 if not self._vector.resets_later:
                     first[outcome.ended] = True
@@ -344,21 +360,31 @@ class EnvRunner:
         }  # fmt: skip
         if infos is not None:
             given[columns.INFOS] = infos
-        self._require_numbers(rewards, obs)
+        self._require_numbers("a reward", rewards)
+        self._require_numbers("an observation", obs)
+        self._require_numbers("an observation", after, steps - 1)
         if (changed := connectors.rewards(rewards)) is not rewards:
             given[columns.ENV_REWARDS], given[columns.REWARDS] = rewards, changed
         return Fragment(n, steps, given, valid, after, ended)
 
-    def _require_numbers(self, rewards: np.ndarray, obs: np.ndarray) -> None:
-        """Refuse NaN and infinity, which would spread to all weights."""
-        for name, array in (("a reward", rewards), ("an observation", obs)):
-            if array.dtype.kind == "f" and not np.isfinite(array).all():
-                i, time = np.argwhere(~np.isfinite(array))[0][:2]
-                self._must_reset, self._obs_known = True, False
-                raise FloatingPointError(
-                    f"environment {i} of runner {self.worker_index} returned {name} that is NaN or infinite, in step "
-                    f"{time} of the fragment"
-                )
+    def _require_numbers(self, name: str, array: np.ndarray, time: int | None = None, env: int | None = None) -> None:
+        """Refuse NaN and infinity, which would spread to all weights; the fragment's episodes are not counted.
+
+        Args:
+            array: ``[environments, time, …]``, without the axes whose place is given.
+        """
+        if array.dtype.kind != "f" or np.isfinite(array).all():
+            return
+        place = np.argwhere(~np.isfinite(array))[0].tolist()
+        i = place.pop(0) if env is None else env
+        step = place.pop(0) if time is None else time
+        self._must_reset, self._obs_known = True, False
+        count, self._stats.cut = self._counted
+        del self._stats.returns[count:], self._stats.lengths[count:]
+        raise FloatingPointError(
+            f"environment {i} of runner {self.worker_index} returned {name} that is NaN or infinite, in step {step} of "
+            "the fragment"
+        )
 
     def _finish(self, fragment: Fragment) -> SampleBatch:
         if self._new_obs:

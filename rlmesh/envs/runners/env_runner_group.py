@@ -41,7 +41,8 @@ class EnvRunnerGroup:
     """A runner in this process, and ``num_env_runners`` remote ones.
 
     With remote runners, the group starts an rlmesh job with one role, and ends it with `stop`, or when the program
-    ends. A remote runner that dies comes back by itself; it gets the last weights before it samples again.
+    ends. A remote runner that dies comes back by itself; `sample` gives it the last weights before it samples again.
+    A call of its own ``sample`` raises an error until it has weights.
 
     Args:
         policy_class: class of the policy.
@@ -162,6 +163,16 @@ class EnvRunnerGroup:
             group = self._remote.options(timeout_s=self.timeout_s, idempotent=True)
             deltas += group.call("apply", cloudpickle.dumps(lambda runner: runner.connectors.take_delta())).result()
         connectors.merge(deltas)
+
+    def begin_episodes(self) -> None:
+        """Let the sampling runners drop the episodes that go on, and begin new ones."""
+        if self._remote is None:
+            self.local_env_runner.begin_episodes()
+            return
+        import cloudpickle
+
+        group = self._remote.options(timeout_s=self.timeout_s, idempotent=True)
+        group.call("apply", cloudpickle.dumps(EnvRunner.begin_episodes)).result()
 
     def foreach_worker(
         self, func: Callable[[EnvRunner], Any], *, local_env_runner: bool = True, local_worker: bool | None = None

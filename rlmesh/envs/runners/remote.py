@@ -43,8 +43,9 @@ class RemoteEnvRunner:
     def sample_with_stats(
         self, num_steps: int | None = None, *, num_episodes: int | None = None, version: int | None = None
     ) -> Any:
-        """A batch and its statistics; None if the weights are not those of this version."""
-        if version is not None and self.runner.weights_version != version:
+        """A batch and its statistics; None if the weights are neither those of this version nor set by hand."""
+        has, own = self.runner.has_weights, self.runner.weights_version
+        if version is not None and own != version and not (has and own < 0):
             return None
         return self.runner.sample_with_stats(num_steps, num_episodes=num_episodes)
 

@@ -204,3 +204,26 @@ def test_what_cannot_work_is_refused() -> None:
             wrong()
     assert not ConnectorPipeline([], box, 1)
     assert ConnectorPipeline([Connector()], box, 1).space is box
+
+
+def test_images_with_their_channels_first_are_stacked_along_them() -> None:
+    space = spaces.Box(0, 255, (3, 20, 20), np.uint8)
+    pipeline = ConnectorPipeline([FrameStack(2)], space, 1)
+    assert pipeline.space.shape == (6, 20, 20)
+    one, two, three = (np.full((1, 3, 20, 20), number, np.uint8) for number in (1, 2, 3))
+    pipeline.observe(one, np.ones(1, bool))
+    stacked = pipeline.observe(two, np.zeros(1, bool))
+    assert (stacked[0, :3] == 1).all()
+    assert (stacked[0, 3:] == 2).all()
+    last = pipeline.last(three[0], 0)
+    assert (last[:3] == 2).all()
+    assert (last[3:] == 3).all()
+    assert (stacked[0, :3] == 1).all()  # in memory of its own
+
+
+@pytest.mark.parametrize("shape", [(16, 16, 3), (3, 16, 16), (16, 20)])
+def test_stacks_whose_channels_would_be_mistaken_are_refused(shape: tuple[int, ...]) -> None:
+    space = spaces.Box(0, 255, shape, np.uint8)
+    with pytest.raises(UsageError, match=r"with more channels than rows, .* Stack fewer frames"):
+        ConnectorPipeline([FrameStack(18)], space, 1)
+    assert len(ConnectorPipeline([FrameStack(2)], space, 1).space.shape) == 3

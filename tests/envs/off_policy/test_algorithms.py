@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rlmesh.envs import DQNConfig, SACConfig, TD3Config, get_algorithm_class
+from rlmesh.envs import DQNConfig, EnvRunnerGroup, SACConfig, TD3Config, get_algorithm_class
 from rlmesh.envs.replay import PrioritizedReplayBuffer, ReplayBuffer
 from rlmesh.errors import UsageError
 
@@ -53,6 +53,33 @@ def test_updates_follow_the_training_intensity() -> None:
     with small(SACConfig).build() as algorithm:
         algorithm.train()
         assert algorithm.learner.updates == 3
+
+
+def test_schedules_of_the_learning_rate_count_sampled_steps() -> None:
+    with small(SACConfig, lr=[[0, 1e-3], [400, 0.0]]).build() as algorithm:
+        stats = algorithm.train()["learners"]["default_policy"]["learner_stats"]
+        assert algorithm.env_steps_sampled == 40
+        assert stats["curr_lr"] == pytest.approx(1e-3 * (1 - 40 / 400))
+
+
+@pytest.mark.parametrize("kind", [DQNConfig, *CONTINUOUS])
+def test_targets_take_over_weights_that_are_set(kind: Any) -> None:
+    with small(kind).build() as one, small(kind).debugging(seed=2).build() as other:
+        one.set_weights(other.get_weights())
+        learner = one.learner
+        for target, online in zip(learner.target.parameters(), learner.followed().parameters(), strict=True):
+            assert np.array_equal(target.detach().numpy(), online.detach().numpy())
+
+
+def test_runners_explore_as_the_settings_say_from_the_first_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    sent: list[float] = []
+
+    def sync_weights(group: EnvRunnerGroup, *_: Any) -> None:
+        sent.append(float(group.local_env_runner.get_weights()["default_policy"]["epsilon"]))
+
+    monkeypatch.setattr(EnvRunnerGroup, "sync_weights", sync_weights)
+    with small(DQNConfig, epsilon=0.1).build():
+        assert sent[-1:] == [pytest.approx(0.1)]
 
 
 def test_the_buffer_is_that_of_the_settings() -> None:

@@ -97,6 +97,18 @@ def test_an_episode_with_a_gap_is_not_joined() -> None:
     assert set(batch["n_steps"][before]) == {1}
 
 
+def test_steps_in_any_order_are_not_joined_with_rows_that_took_their_place() -> None:
+    buffer = ReplayBuffer(4, seed=0, n_step=2, gamma=1.0)
+    buffer.add({name: column[::-1] for name, column in episode(1, 2, ends=None).items()})
+    assert buffer.sample(50)["n_steps"].max() == 2
+    buffer.add(episode(100, 3))  # overwrites step 1 of the first episode, which was added before step 0
+    batch = buffer.sample(200)
+    old = batch["obs"][:, 0] == 1
+    assert old.any()
+    assert set(batch["n_steps"][old]) == {1}
+    assert set(batch["rewards"][old]) == {1.0}
+
+
 def test_priorities_give_the_shares_and_weights_of_the_paper() -> None:
     buffer = PrioritizedReplayBuffer(8, alpha=0.5, beta=0.7, seed=3)
     buffer.add(transitions(0, 4))

@@ -367,6 +367,7 @@ def test_an_agent_that_takes_a_base_url_is_trained_as_it_is(
     assert len(steps) == 2 and steps[0]["episodes/turns"] > 1
 
 
+@pytest.mark.slow
 @pytest.mark.soak
 def test_the_policy_of_an_agent_learns(
     example: Any, multiplies: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
