@@ -41,6 +41,8 @@ WAIT_S = 60.0
 """Deadline of a wait for the thread that writes, and for a reader's lock."""
 PASSES = (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_FULL)
 """Errors that may pass, such as a full disk."""
+PROMPTS = ("seed", "prompts", "data")
+"""Settings that decide which prompt a position is."""
 T = TypeVar("T")
 Work = Callable[[sqlite3.Connection], Any]
 
@@ -125,6 +127,7 @@ class Ledger:
             connection.execute("PRAGMA journal_mode = TRUNCATE")
             connection.execute("PRAGMA synchronous = OFF")
             connection.executescript(TABLES)
+            self._begin_history(connection, settings)
             connection.executemany(
                 "INSERT OR REPLACE INTO settings VALUES (?, ?)",
                 [(name, str(value)) for name, value in settings.items()],
@@ -136,6 +139,13 @@ class Ledger:
             ) from error
         self._thread = threading.Thread(target=self._write, args=(connection,), name="rlmesh-ledger", daemon=True)
         self._thread.start()
+
+    def _begin_history(self, connection: sqlite3.Connection, settings: Mapping[str, Any]) -> None:
+        """Note the first line of a run with these prompts: in a folder of another one, a position is another prompt."""
+        before = dict(connection.execute("SELECT name, value FROM settings"))
+        if any(name in before and before[name] != str(settings.get(name)) for name in PROMPTS):
+            first = connection.execute("SELECT coalesce(max(line), -1) + 1 FROM slots").fetchone()[0]
+            connection.execute("INSERT OR REPLACE INTO settings VALUES ('first_line', ?)", (str(first),))
 
     def record(self, slot: GroupSlot) -> None:
         """Write the slot as it is now."""
@@ -204,11 +214,13 @@ class Ledger:
         self._do(work)
 
     def troubles(self, sign: str) -> tuple[dict[int, int], dict[int, str]]:
-        """What earlier lines know about prompts that kill: deaths by position, and reasons that begin with ``sign``."""
+        """What earlier lines of the same prompts know about those that kill: deaths by position, and reasons that begin
+        with ``sign``."""
 
         def work(connection: sqlite3.Connection) -> tuple[dict[int, int], dict[int, str]]:
-            deaths = "SELECT position, max(deaths) FROM slots WHERE deaths > 0 GROUP BY position"
-            reasons = "SELECT position, reason FROM slots WHERE state = 'failed' AND reason LIKE ? || '%'"
+            own = "line >= (SELECT coalesce(max(CAST(value AS INTEGER)), 0) FROM settings WHERE name = 'first_line')"
+            deaths = f"SELECT position, max(deaths) FROM slots WHERE deaths > 0 AND {own} GROUP BY position"
+            reasons = f"SELECT position, reason FROM slots WHERE state = 'failed' AND {own} AND reason LIKE ? || '%'"
             return dict(connection.execute(deaths).fetchall()), dict(connection.execute(reasons, (sign,)).fetchall())
 
         return self._do(work)

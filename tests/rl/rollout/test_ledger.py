@@ -98,6 +98,25 @@ def test_prompts_that_kill_are_remembered(ledger: Ledger) -> None:
     assert ledger.troubles("poison") == ({1: 1}, {0: "poison: it kills"})
 
 
+@pytest.mark.parametrize(("changed", "known"), [({}, True), ({"samples": 4}, True), ({"seed": 1}, False)])
+def test_prompts_that_kill_are_forgotten_with_other_prompts(
+    tmp_path: Path, changed: dict[str, Any], known: bool
+) -> None:
+    """A run that ended before its first checkpoint: in the next one, the position may be another prompt."""
+    for settings in (SETTINGS, SETTINGS | changed, SETTINGS | changed):
+        made = Ledger(tmp_path, settings, lambda: 5.0)
+        found = made.troubles("poison")
+        made.go_back(0, 0)
+        if settings is SETTINGS:
+            buffer = SampleBuffer(2, 0, 9, record=made.record)
+            buffer.advance(0)
+            buffer.draw(key_of)
+            buffer.fail(buffer.waiting[0], "poison: it kills", poison=True)
+        made.close()
+        if settings is not SETTINGS:
+            assert found == ({}, {0: "poison: it kills"} if known else {})
+
+
 def test_the_file_is_as_private_as_its_folder(tmp_path: Path) -> None:
     before = os.umask(0)
     try:
