@@ -53,6 +53,12 @@ def test_a_role_that_lost_steps_computes_nothing() -> None:
                 call()
 
 
+def test_a_role_that_failed_within_a_step_is_at_no_step() -> None:
+    """It goes back to a checkpoint: the weights after the step before are gone."""
+    assert role(ActorRole, 8).finished_steps() == 4 and role(CriticRole, 0).finished_steps() == 0
+    assert role(ActorRole, 9).finished_steps() == role(CriticRole, 1).finished_steps() == -1
+
+
 def test_a_model_that_begins_anew_leaves_the_old_one(tiny: Path, tmp_path: Path) -> None:
     """Objects of a role are kept out of garbage collections once it is set up: those of the old engine must not be."""
     run = Run(model=str(tiny), data=ROWS, rewards=[is_a], algorithm=GRPO(samples=2))

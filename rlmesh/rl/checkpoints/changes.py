@@ -12,7 +12,7 @@ from typing import Any, Protocol
 from rlmesh.errors import UsageError
 from rlmesh.rl.data.files import expand
 
-__all__ = ["Resumable", "changes", "described"]
+__all__ = ["Resumable", "changes", "described", "sampling_settings"]
 
 FIXED = {
     "seed": "the order of prompts and the samples follow from it",
@@ -40,6 +40,10 @@ UNSEEN = (
     "validate_every", "validation",
 )  # fmt: skip
 """Settings that change no step."""
+SAMPLING = ("rollout", "rewards", "environment", "tools", "agent", "episode", "template", "prompt_key")
+"""Settings that decide, with ``algorithm.samples``, what a group of responses is, and its rewards."""
+SAMPLING_PACE = ("rollout.in_flight", "rollout.dynamic_sampling", "rollout.refill", "rollout.oversampling")
+"""Those of them that decide only which groups are sampled, and when."""
 WHOLE_BYTES = 1 << 30
 """Data files up to this size are read as a whole; of larger ones, this much is read at each end."""
 
@@ -75,6 +79,14 @@ def described(run: Resumable) -> dict[str, Any]:
     if "critic" not in run.algorithm.needs:
         found = {name: value for name, value in found.items() if not name.startswith("critic.")}
     return found
+
+
+def sampling_settings(run: Any) -> dict[str, Any]:
+    """The settings of a run that decide what a group and its rewards are, as `described` gives them."""
+    found: dict[str, Any] = {"algorithm.samples": run.algorithm.samples}
+    for name in SAMPLING:
+        _describe(name, getattr(run, name), found)
+    return {name: value for name, value in found.items() if name not in (*ROUNDING, *SAMPLING_PACE)}
 
 
 def changes(before: Mapping[str, Any], now: Mapping[str, Any], step: int) -> str:

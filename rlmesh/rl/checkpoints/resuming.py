@@ -126,7 +126,8 @@ class TrainerCheckpoints:
             self._best_told = True
             self._tell(f"keep_best: step {step} has no metric {best!r}, so its checkpoint cannot be the best")
         about = {"metrics": dict(metrics), "settings": self._settings, "position": dict(self._position(step))}
-        self.writer.complete(step, self._state(metrics), about)
+        records = [one.make_durable() for one in self._objects().values() if hasattr(one, "make_durable")]
+        self.writer.complete(step, self._state(metrics), about, records)
 
     def close(self) -> None:
         """Wait for the checkpoint under way, and remove those that are not kept."""

@@ -42,7 +42,8 @@ class Stateful(Protocol):
     mappings of these.
 
     An object with a durable record of its own, such as a ledger, may also have ``go_back(step)``: go on after a step
-    that has no checkpoint. Its state is then in checkpoints only, and is not noted after each step.
+    that has no checkpoint. Its state is then in checkpoints only, and is not noted after each step. If it has
+    ``make_durable()``, which returns a future, a checkpoint counts only after this future is done.
     """
 
     def state(self) -> Mapping[str, Any]:

@@ -16,16 +16,19 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import shlex
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from rlmesh import private_files
 from rlmesh.errors import UsageError
 from rlmesh.rl.checkpoints.state import EncodedState, decoded
 from rlmesh.rl.engines.training.checkpoint.checksums import FileSum, damage_of, sums_from, sums_of
 from rlmesh.rl.engines.training.checkpoint.folders import CURRENT, write_atomically
+from rlmesh.rl.engines.training.checkpoint.ownership import fault_of
 
 __all__ = ["CheckpointStore", "RunCheckpoint", "checkpoint_folder", "saved_step"]
 
@@ -87,11 +90,12 @@ class RunCheckpoint:
         """The states of the trainer's objects.
 
         Raises:
-            UsageError: the part is torn or was altered.
+            UsageError: the part is torn or was altered, or other users can have written it.
         """
-        folder = self.require_part(TRAINER)
-        arrays = folder / ARRAYS
+        arrays = self.folder / TRAINER / ARRAYS
         has_arrays = f"{TRAINER}/{ARRAYS}" in self.files
+        _refuse_others(arrays.parent, arrays.parent / STATE, *([arrays] if has_arrays else []))
+        folder = self.require_part(TRAINER)
         return decoded(EncodedState((folder / STATE).read_bytes(), arrays.read_bytes() if has_arrays else b""))
 
 
@@ -130,7 +134,7 @@ class CheckpointStore:
         """
         folder = checkpoint_folder(self.run_dir, step)
         own = folder / TRAINER
-        own.mkdir(mode=0o700, exist_ok=True)
+        private_files.make_folder(own)
         written = [f"{TRAINER}/{STATE}"]
         write_atomically(own / STATE, state.text)
         if state.arrays:
@@ -174,10 +178,10 @@ class CheckpointStore:
         (folder / FILE).unlink(missing_ok=True)
         shutil.rmtree(folder, ignore_errors=True)
 
-    def remove_incomplete(self) -> None:
-        """Remove folders that were not completed. No role may be writing."""
+    def remove_incomplete(self, *, but: int = 0) -> None:
+        """Remove folders that were not completed, except that of the step ``but``. No role may be writing to them."""
         for folder in (self.run_dir / "checkpoints").glob("step-*"):
-            if not (folder / FILE).exists():
+            if folder != checkpoint_folder(self.run_dir, but) and not (folder / FILE).exists():
                 shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -185,9 +189,11 @@ def read_checkpoint(folder: Path) -> RunCheckpoint:
     """A complete checkpoint.
 
     Raises:
-        UsageError: the folder has none, a later version of this library wrote it, or its index is torn or was altered.
+        UsageError: the folder has none, a later version of this library wrote it, its index is torn or was altered, or
+            other users can have written it.
     """
     path = folder / FILE
+    _refuse_others(folder, path)
     try:
         content = json.loads(path.read_bytes())
         claimed = content.pop("sha256")
@@ -212,6 +218,21 @@ def read_checkpoint(folder: Path) -> RunCheckpoint:
 
 def _digest(content: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def _refuse_others(folder: Path, *files: Path) -> None:
+    """Refuse a folder or its files if other users can have written them. Their checksums need no key."""
+    # The folder first: if others cannot write to it, nobody replaces a file between check and read.
+    for path in (folder, *files):
+        try:
+            found = folder.stat() if path is folder else path.lstat()  # the way to the folder may be a link
+        except FileNotFoundError:
+            continue  # told by who reads it
+        if fault := fault_of(path, found):
+            raise UsageError(
+                f"the checkpoint {folder} is refused: {fault}. If you trust all who could write there, keep others out "
+                f"from now on: chmod -R go-w {shlex.quote(str(folder))}"
+            )
 
 
 def _refused(folder: Path, fault: str) -> UsageError:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent import futures
+from concurrent.futures import Future
 from typing import Any
 
 from rlmesh import WorkerContext
@@ -67,6 +69,7 @@ class CheckpointWriter:
                 return False
             calls = [role.call("save", step) for _, role in self._roles()]
             if faults := [fault for call in calls for fault in call.result() if fault]:
+                self.store.remove_incomplete(but=step)  # a full disk may have room afterwards
                 self._failed(step, faults[0])
                 return False
             self.begun = step
@@ -74,18 +77,22 @@ class CheckpointWriter:
         finally:
             self.pause_s = time.perf_counter() - began
 
-    def complete(self, step: int, state: Mapping[str, Any], about: Mapping[str, Any]) -> None:
+    def complete(
+        self, step: int, state: Mapping[str, Any], about: Mapping[str, Any], records: Sequence[Future[None]] = ()
+    ) -> None:
         """Complete the checkpoint that `begin` began for this step, in the background; does nothing without one.
 
         Args:
             step: of the run.
             state: the states of the trainer's objects after the step.
             about: metrics, settings and position, see `RunCheckpoint`.
+            records: of objects, such as the ledger, that become safe against the death of the machine. The checkpoint
+                counts only afterwards; if one fails, which it tells itself, the checkpoint has all that the run needs.
         """
         if self.begun != step:
             return
         self.begun = None
-        given = encoded(state), dict(about)
+        given = encoded(state), dict(about), records
         self._thread = threading.Thread(
             target=self._complete, args=(step, *given), name="rlmesh-checkpoints", daemon=True
         )
@@ -106,13 +113,17 @@ class CheckpointWriter:
         self._closed.set()
         self.wait(2 * ANSWER_S)
 
-    def _complete(self, step: int, state: EncodedState, about: Mapping[str, Any]) -> None:
+    def _complete(
+        self, step: int, state: EncodedState, about: Mapping[str, Any], records: Sequence[Future[None]]
+    ) -> None:
         try:
             # Not earlier: a role that restarts reads the latest one, and has read it once it has copied its state.
             self.store.prune()
+            self.store.remove_incomplete(but=step)  # parts of a checkpoint that failed fill the disk
             roles = self._roles()
             for name, role in roles:
                 self._await_part(step, name, role)
+            futures.wait(records, NEXT_S)
             self.store.commit(step, [name for name, _ in roles], state, about)
         except Exception as error:  # on this thread nobody else would tell it
             self._failed(step, str(error) or repr(error))

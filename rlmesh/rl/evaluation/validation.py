@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import contextvars
 import threading
+from collections.abc import Mapping
+from concurrent import futures
 from concurrent.futures import Future
 from typing import TYPE_CHECKING
 
 from rlmesh import current_worker
+from rlmesh.errors import WeightsNotReady, WeightSyncError
 from rlmesh.rl.evaluation.metrics import validation_metrics
+from rlmesh.rl.rollout.role_engines import LOST
 from rlmesh.rl.types import Group
 
 if TYPE_CHECKING:
@@ -17,12 +21,17 @@ if TYPE_CHECKING:
 __all__ = ["Validation"]
 
 
+LONG_S = 600.0
+"""Seconds after which a step that waits for the validation in the background says so."""
+
+
 class Validation:
     """Answers the validation prompts with the engines' weights, scores the responses, and reports the numbers.
 
     In the pipeline ``sync`` the engines are idle while a step trains. So the validation of a step can run then: it
     begins once the next step's responses are there, and ends before the next push, so that all its responses are of one
-    version. Its numbers are reported under the step whose weights they are of.
+    version. Its numbers are reported under the step whose weights they are of. An engine that is lost meanwhile has no
+    weights until that push; the validation is then missing, which is told, and training goes on.
 
     Args:
         trainer: samples, scores and keeps samples.
@@ -32,6 +41,7 @@ class Validation:
         self._trainer = trainer
         self._waiting: int | None = None
         self._running: tuple[int, Future[dict[str, float]]] | None = None
+        self._thread: threading.Thread | None = None
 
     def due(self, step: int) -> bool:
         """True if the weights of a step are validated."""
@@ -39,6 +49,11 @@ class Validation:
         if run.validation is None:
             return False
         return step in (0, run.steps) or bool(run.validate_every and step % run.validate_every == 0)
+
+    def is_missing(self, step: int, metrics: Mapping[str, float]) -> bool:
+        """True if the metrics of a step lack a validation that was due, such as one that was left to the next step,
+        which the end of the job or a restart prevented."""
+        return self.due(step) and not any(name.startswith("val/") for name in metrics)
 
     def run(self, step: int) -> dict[str, float]:
         """The numbers of a step's weights, which the engines must serve; empty without validation data."""
@@ -81,6 +96,8 @@ class Validation:
             and not trainer.shares
             and trainer.engines is not trainer.actor
             and "greedy" not in trainer.algorithm.needs
+            # The checkpoint of a step needs the metric by which the best one is kept.
+            and not (trainer.checkpoints.writer.begun == step and run.keep_best.removeprefix("-").startswith("val/"))
         )
         if possible:
             self._waiting = step
@@ -101,20 +118,45 @@ class Validation:
                 future.set_exception(error)
 
         context = contextvars.copy_context()
-        threading.Thread(target=context.run, args=(work,), name="validation", daemon=True).start()
+        self._thread = threading.Thread(target=context.run, args=(work,), name="validation", daemon=True)
+        self._thread.start()
+
+    def require_foreground(self) -> None:
+        """Refuse to push weights on the thread of a validation in the background: the actor has later ones.
+
+        Raises:
+            WeightsNotReady: this is that thread.
+        """
+        if threading.current_thread() is self._thread:
+            raise WeightsNotReady("an engine was lost, and has no weights until the next push")
 
     def end(self) -> None:
-        """Wait for the validation in the background, and report its numbers. Raises what the validation raised."""
+        """Wait for the validation in the background, and report its numbers, or that it is missing since an engine was
+        lost. Raises what the validation raised for another reason."""
         running, self._running = self._running, None
-        if running is not None:
-            step, future = running
+        if running is None:
+            return
+        step, future = running
+        self._await(step, future)
+        try:
             metrics = future.result()
-            run = self._trainer.settings
-            current_worker().report(step=step, total_steps=run.steps, **metrics)
+        except (WeightSyncError, *LOST) as error:
+            text = f"the validation of step {step} is missing, and training goes on: {error}"
+            self._trainer.tell(text)
+            current_worker().alarm(text)
+            return
+        current_worker().report(step=step, total_steps=self._trainer.settings.steps, **metrics)
 
     def drop(self) -> None:
         """Forget the validation that waits, and wait for the one in the background, whose numbers are not reported."""
         self._waiting = None
         running, self._running = self._running, None
         if running is not None:
+            self._await(*running)
             running[1].exception()
+
+    def _await(self, step: int, future: Future[dict[str, float]]) -> None:
+        """Wait for a validation, and tell it if that takes long: a reward may hang."""
+        if futures.wait([future], LONG_S).not_done:
+            current_worker().alarm(f"the training waits for the validation of step {step}, for more than {LONG_S:g} s")
+            futures.wait([future])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -24,6 +25,8 @@ __all__ = ["ROLLOUT", "PlaysEpisodes"]
 
 ROLLOUT = "rollout"
 """The name of the rollout engine among the parts that take turns."""
+_MAKING = threading.Lock()
+"""Calls that run beside each other make one maker: from Python 3.12 on, `cached_property` has no lock of its own."""
 
 
 class PlaysEpisodes:
@@ -36,13 +39,18 @@ class PlaysEpisodes:
         """The engine of this member."""
         raise NotImplementedError
 
-    @cached_property
+    @property
     def episode_maker(self) -> EpisodeMaker:
         """Plays the episodes.
 
         Raises:
             UsageError: the run has episodes of one turn.
         """
+        with _MAKING:
+            return self._episode_maker
+
+    @cached_property
+    def _episode_maker(self) -> EpisodeMaker:
         plan = EpisodePlan.of(self.run_settings)
         if plan is None:
             raise UsageError("the run has no tools, no environment and no agent: its episodes have one turn")
@@ -50,7 +58,7 @@ class PlaysEpisodes:
 
     def close_episodes(self) -> None:
         """End the endpoint and the loop of the episodes, if there are any."""
-        if "episode_maker" in self.__dict__:
+        if "_episode_maker" in self.__dict__:
             self.episode_maker.close()
 
     @rpc

@@ -145,8 +145,8 @@ class TrainedRole(TakesTurns):
 
     @rpc
     def finished_steps(self) -> int:
-        """The number of steps of the run that these weights have seen."""
-        return self.version
+        """The number of steps of the run that these weights have seen; −1 if they have seen a part of the next one."""
+        return -1 if self.engine.steps % self.settings.updates else self.version
 
     @rpc
     def restore(self, step: int) -> None:

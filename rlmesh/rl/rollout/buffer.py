@@ -74,7 +74,8 @@ class SampleBuffer:
         staleness: the most that a group may have when it is trained (`rlmesh.rl.rollout.pipeline.Pipeline`).
         steps: of the run; nothing is drawn for later ones.
         extra: slots that may be asked for beyond those that the bound needs, so that groups that are dropped have a
-            replacement at once. A group that is too old when its step comes is asked for again.
+            replacement at once. They are scored only when they are needed so. A group that is too old when its step
+            comes is asked for again.
         refill: for each step, at most ``refill * batch_size`` groups are dropped; further ones are kept.
         record: called with each slot after each change of its state.
     """
@@ -233,6 +234,25 @@ class SampleBuffer:
         self._taken, self.step = first, step + 1
         self._lost = {key: count for key, count in self._lost.items() if key[0] > step}
         return first
+
+    @property
+    def batch_ready(self) -> bool:
+        """True if the next step can take its groups."""
+        first = list(islice(self._live.values(), self.batch_size))
+        return len(first) == self.batch_size and all(
+            one.ready and not self._is_too_old(one, self.step) for one in first
+        )
+
+    def unscored(self) -> list[GroupSlot]:
+        """The slots that are sampled and not scored, in drawing order, without those that would be too old for the step
+        of their place: what their rewards say must not decide what that step trains on."""
+        return [
+            slot
+            for place, slot in enumerate(self._live.values())
+            if slot.state == "sampled"
+            and not slot.scored
+            and not self._is_too_old(slot, self.step + place // self.batch_size)
+        ]
 
     def _is_too_old(self, slot: GroupSlot, step: int) -> bool:
         return slot.versions is not None and step - 1 - slot.versions[0] > self.staleness

@@ -41,8 +41,15 @@ WAIT_S = 60.0
 """Deadline of a wait for the thread that writes, and for a reader's lock."""
 PASSES = (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_FULL)
 """Errors that may pass, such as a full disk."""
+PROMPTS = ("seed", "prompts", "data")
+"""Settings that decide which prompt a position is."""
 T = TypeVar("T")
 Work = Callable[[sqlite3.Connection], Any]
+
+
+def _sync(connection: sqlite3.Connection) -> None:
+    """Mark a batch that is followed by an fsync."""
+
 
 TABLES = """
 CREATE TABLE IF NOT EXISTS slots (
@@ -120,6 +127,7 @@ class Ledger:
             connection.execute("PRAGMA journal_mode = TRUNCATE")
             connection.execute("PRAGMA synchronous = OFF")
             connection.executescript(TABLES)
+            self._begin_history(connection, settings)
             connection.executemany(
                 "INSERT OR REPLACE INTO settings VALUES (?, ?)",
                 [(name, str(value)) for name, value in settings.items()],
@@ -131,6 +139,13 @@ class Ledger:
             ) from error
         self._thread = threading.Thread(target=self._write, args=(connection,), name="rlmesh-ledger", daemon=True)
         self._thread.start()
+
+    def _begin_history(self, connection: sqlite3.Connection, settings: Mapping[str, Any]) -> None:
+        """Note the first line of a run with these prompts: in a folder of another one, a position is another prompt."""
+        before = dict(connection.execute("SELECT name, value FROM settings"))
+        if any(name in before and before[name] != str(settings.get(name)) for name in PROMPTS):
+            first = connection.execute("SELECT coalesce(max(line), -1) + 1 FROM slots").fetchone()[0]
+            connection.execute("INSERT OR REPLACE INTO settings VALUES ('first_line', ?)", (str(first),))
 
     def record(self, slot: GroupSlot) -> None:
         """Write the slot as it is now."""
@@ -152,26 +167,23 @@ class Ledger:
 
     def flush(self) -> None:
         """Wait until everything so far is written, so that the death of this process cannot lose it. If the disk is
-        full, rows wait for room, and training need not: a checkpoint has all that it needs itself.
+        full or slow, rows wait for it, and training need not: a checkpoint has all that it needs itself.
 
         Raises:
             sqlite3.Error: there is another error.
         """
         try:
             self._do(lambda connection: None)
+        except TimeoutError:
+            logger.warning("%s is not written after %g s, and training goes on", self.path, WAIT_S)
         except sqlite3.OperationalError as error:
             if error.sqlite_errorcode & 0xFF not in PASSES:
                 raise
 
     def sync(self) -> Future[None]:
         """Make everything so far safe against the death of the machine; the future is done when it is."""
-
-        def work(connection: sqlite3.Connection) -> None:
-            with self.path.open("rb") as file:
-                os.fsync(file.fileno())
-
         future: Future[None] = Future()
-        self._post(work, future)
+        self._post(_sync, future)
         return future
 
     def go_back(self, step: int, cursor: int, waiting: Iterable[int] = ()) -> None:
@@ -202,11 +214,13 @@ class Ledger:
         self._do(work)
 
     def troubles(self, sign: str) -> tuple[dict[int, int], dict[int, str]]:
-        """What earlier lines know about prompts that kill: deaths by position, and reasons that begin with ``sign``."""
+        """What earlier lines of the same prompts know about those that kill: deaths by position, and reasons that begin
+        with ``sign``."""
 
         def work(connection: sqlite3.Connection) -> tuple[dict[int, int], dict[int, str]]:
-            deaths = "SELECT position, max(deaths) FROM slots WHERE deaths > 0 GROUP BY position"
-            reasons = "SELECT position, reason FROM slots WHERE state = 'failed' AND reason LIKE ? || '%'"
+            own = "line >= (SELECT coalesce(max(CAST(value AS INTEGER)), 0) FROM settings WHERE name = 'first_line')"
+            deaths = f"SELECT position, max(deaths) FROM slots WHERE deaths > 0 AND {own} GROUP BY position"
+            reasons = f"SELECT position, reason FROM slots WHERE state = 'failed' AND {own} AND reason LIKE ? || '%'"
             return dict(connection.execute(deaths).fetchall()), dict(connection.execute(reasons, (sign,)).fetchall())
 
         return self._do(work)
@@ -260,19 +274,33 @@ class Ledger:
             if connection.in_transaction:
                 connection.execute("ROLLBACK")
             passes = isinstance(error, sqlite3.OperationalError) and error.sqlite_errorcode & 0xFF in PASSES
-            waiting = [future for _, future in batch if future is not None]
+            waiting = [(work, future) for work, future in batch if future is not None]
             self._left = [(work, None) for work, future in batch if passes and future is None]
             if passes and not self._told:
                 self._told = True
                 logger.warning("%s cannot be written, and training goes on: %s; it is tried again", self.path, error)
-            for future in waiting:
+            for _, future in waiting:
                 future.set_exception(error)
-            if not waiting and not passes:
+            if not passes and all(work is _sync for work, _ in waiting):  # which nobody need wait for
                 self._error = error
             return
         self._left = []
+        fault = self._fsync() if any(work is _sync for work, _ in batch) else None
+        syncs = {id(future) for work, future in batch if work is _sync}
         for future, result in results:
-            future.set_result(result)
+            if fault is not None and id(future) in syncs:
+                future.set_exception(fault)
+            else:
+                future.set_result(result)
+
+    def _fsync(self) -> OSError | None:
+        """Make the file safe, whose last transaction is over; returns what prevents it."""
+        try:
+            with self.path.open("rb") as file:
+                os.fsync(file.fileno())
+        except OSError as error:
+            return error
+        return None
 
 
 def make_file(path: Path) -> None:

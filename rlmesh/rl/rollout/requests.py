@@ -11,7 +11,7 @@ import numpy as np
 
 from rlmesh.rl.types import Episode
 
-__all__ = ["Engines", "ErrorKind", "GroupRequest", "Verdict", "sample_seed"]
+__all__ = ["Engines", "ErrorKind", "GroupRequest", "Verdict", "requests_of", "sample_seed"]
 
 ErrorKind = Literal["died", "no weights", "error"]
 """What an error of a request means: the engine's process died, it has no weights to sample with, or anything else."""
@@ -71,3 +71,9 @@ class Engines(Protocol):
 def sample_seed(seed: int, position: int, sample: int) -> int:
     """The seed of one response, from 0 to 2³¹ - 1: a function of the run's seed, the position and its number."""
     return int(np.random.SeedSequence([seed, position, sample]).generate_state(1)[0]) >> 1
+
+
+def requests_of(prompts: Sequence[list[int]], seed: int) -> list[GroupRequest]:
+    """A request for one response per prompt. Its seed depends on the prompt's place, and not on the number of engines
+    that share the requests."""
+    return [GroupRequest(place, prompt, (sample_seed(seed, place, 0),)) for place, prompt in enumerate(prompts)]

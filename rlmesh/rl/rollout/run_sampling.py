@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import logging
+import zlib
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlmesh import current_worker
-from rlmesh.rl.data.loader import PromptLoader
+from rlmesh.rl.checkpoints.changes import sampling_settings
+from rlmesh.rl.data.loader import PromptLoader, Prompts
 from rlmesh.rl.rewards.process_pool import PROCESS_DIED
 from rlmesh.rl.rollout.buffer import SampleBuffer
 from rlmesh.rl.rollout.episodes.engines import EpisodeEngines
@@ -28,6 +31,8 @@ __all__ = ["RunSampling", "role_engines"]
 
 logger = logging.getLogger(__name__)
 
+SUMMED = 1 << 16
+"""Prompts by which two data sets are told apart: a class of the user's own may make each only when it is asked for."""
 ROWS = 64
 """Responses that an engine samples together, unless its ``max_batch`` says otherwise."""
 
@@ -54,6 +59,7 @@ class RunSampling:
             {
                 "pipeline": run.pipeline, "staleness": staleness, "batch_size": run.batch_size,
                 "samples": run.algorithm.samples, "prompts": len(loader.data), "seed": run.seed,
+                "data": sum_of(loader.data),
             },
             current_worker().clock,
         )  # fmt: skip
@@ -64,6 +70,7 @@ class RunSampling:
         )  # fmt: skip
         self.slots.deaths, self.slots.poison = self._ledger.troubles(POISON)
         self._sampler: Sampler | None = None
+        self._made_by = sampling_settings(run)
 
     def connect(self, engines: Engines, *, background: bool, revive: Callable[[], object]) -> None:
         """Sample by these engines from now on; does nothing if it does already.
@@ -121,29 +128,46 @@ class RunSampling:
 
     def state(self) -> dict[str, Any]:
         """All that a checkpoint needs between two steps, as plain values: the next position, and the slots that are not
-        done with, with their groups. The ledger becomes safe against the death of the machine in the background."""
-        self._ledger.sync()
+        done with, with their groups."""
         state = self.slots.state() if self._sampler is None else self._sampler.state()
         for slot in state["slots"]:
             if "group" in slot:
                 slot["group"] = plain_group(slot["group"])
-        return state
+        return state | {"made_by": self._made_by}
+
+    def make_durable(self) -> Future[None]:
+        """Make the ledger safe against the death of the machine, in the background; see `Ledger.sync`."""
+        return self._ledger.sync()
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go back to a state. Later rows of the ledger become void."""
+        """Go back to a state. Later rows of the ledger become void. Groups that other settings made are sampled anew:
+        the actor computes at the new temperature, and all groups of a batch have the same rewards."""
         slots = [dict(slot) for slot in state["slots"]]
+        before = state.get("made_by", self._made_by)
+        if other := [name for name in {**before, **self._made_by} if before.get(name) != self._made_by.get(name)]:
+            dropped = sum(slot.pop("group", None) is not None for slot in slots)
+            logger.warning("%d groups were made before %s changed, and are sampled anew", dropped, ", ".join(other))
         for slot in slots:
             if "group" in slot:
                 drawn = self._loader.draw(slot["position"])
                 slot["group"] = whole_group(slot["group"], drawn.key, drawn.prompt.row)
         self._ledger.go_back(state["step"] - 1, state["cursor"], [slot["position"] for slot in slots])
-        self.slots.restore({**state, "slots": slots})
+        (self._sampler or self.slots).restore({**state, "slots": slots})
 
     def close(self) -> None:
         """End all threads. May be called twice."""
         if self._sampler is not None:
             self._sampler.close()
         self._ledger.close()
+
+
+def sum_of(prompts: Prompts) -> int:
+    """A checksum of the tokens of the first prompts, at most `SUMMED` of them."""
+    found = 0
+    for place in range(min(len(prompts), SUMMED)):
+        ids = prompts[place].ids
+        found = zlib.crc32(ids.tobytes(), zlib.crc32(len(ids).to_bytes(4, "little"), found))
+    return found
 
 
 def role_engines(run: Run, group: Any, *, in_turn: bool) -> RoleEngines:

@@ -19,7 +19,7 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextvars import copy_context
 from dataclasses import dataclass, field
@@ -43,6 +43,8 @@ POISON = "poison"
 """Begins the reason of a group that fails since it kills engines or scorers."""
 SCORERS = 4
 """Threads that have groups scored while others are sampled."""
+CLOSE_S = 10.0
+"""Seconds for which `Sampler.close` waits for its thread."""
 LOOK_S = 1.0
 """Seconds after which a thread that waits looks again, if nothing happens."""
 
@@ -180,6 +182,14 @@ class Sampler:
             self._error = None
             self._cancel()
 
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Bring the buffer to a saved state (`SampleBuffer.restore`), after `pause`."""
+        with self._changed:
+            self._generation += 1
+            self._scoring.clear()
+            self._error = None
+            self.buffer.restore(state)
+
     def state(self) -> dict[str, Any]:
         """The state of the buffer (`SampleBuffer.state`), also while engines sample."""
         with self._changed:
@@ -209,15 +219,15 @@ class Sampler:
         }
 
     def close(self) -> None:
-        """End the threads. What is being sampled is given up."""
+        """End the threads. What is being sampled is given up, and a scoring that hangs is not waited for."""
         self._ends = True
         self._post()
         if self._thread is not None:
-            self._thread.join()
+            self._thread.join(CLOSE_S)
         with self._changed:
             self._cancel()
         if self._pool is not None:
-            self._pool.shutdown(cancel_futures=True)
+            self._pool.shutdown(wait=False, cancel_futures=True)
 
     def _cancel(self) -> None:
         asked, self._asked = self._asked, set()
@@ -287,12 +297,14 @@ class Sampler:
 
     def _go_on(self) -> None:
         """Score what is sampled, draw, and ask engines."""
-        if self._error is not None:
+        if self._error is not None or self.buffer.version is None:
             return
         while self._begin_scoring():
             pass
         self.buffer.draw(lambda position: self._prompt(position).key)
-        if not (self.pipeline.drains and self._scoring):
+        if self.pipeline.staleness == 0 and self.buffer.batch_ready:
+            pass  # the push follows: what is asked for now would be too old for its step
+        elif not (self.pipeline.drains and self._scoring):
             for rank, slots in self._loads.plan(self.buffer.askable()):
                 self._ask(rank, slots)
         self._measure()
@@ -303,11 +315,7 @@ class Sampler:
         return self._prompts[position]
 
     def _is_drained(self) -> bool:
-        if (
-            self._scoring
-            or self._loads.busy
-            or any(slot.state == "sampled" and not slot.scored for slot in self.buffer)
-        ):
+        if self._scoring or self._loads.busy or self.buffer.unscored():
             return False
         return not self._loads.any_up or not (self.buffer.askable() or self.buffer.room)
 
@@ -379,11 +387,7 @@ class Sampler:
         """Give groups that are sampled to the rewards: each by itself or, in a pipeline that drains, a whole round.
         True if they have been scored already."""
         under_way = {slot.position for slots in self._scoring.values() for slot in slots}
-        slots = [
-            slot
-            for slot in self.buffer
-            if slot.state == "sampled" and not slot.scored and slot.position not in under_way
-        ]
+        slots = [slot for slot in self.buffer.unscored() if slot.position not in under_way]
         if self.pipeline.drains and (self._scoring or self._loads.in_round):
             slots = []
         for part in [slots] if self.pipeline.drains and slots else [[slot] for slot in slots]:

@@ -21,7 +21,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from rlmesh import Alarm, JobInfo, MetricRecord, RestartEvent, StopRequest, Trackers, WorkerContext, acting_as
+from rlmesh import (
+    Alarm,
+    JobInfo,
+    MetricRecord,
+    RestartEvent,
+    StopRequest,
+    Trackers,
+    WorkerContext,
+    acting_as,
+    private_files,
+)
 from rlmesh.rl.rewards.model import RewardModel
 from rlmesh.rl.roles.actor import ActorRole
 from rlmesh.rl.roles.critic import CriticRole
@@ -44,7 +54,9 @@ ROLES = ("ACTOR", "CRITIC")
 
 def run_here(run: Run, run_dir: Path, name: str) -> RunResult:
     """Carry out a run in this process; see `Run.here`."""
-    run_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if run_dir.is_dir() and not any(run_dir.iterdir()):
+        private_files.make_private(run_dir.resolve())
+    private_files.make_folder(run_dir)
     with Trackers(run.trackers).following(run_dir, name) if run.trackers else nullcontext():
         return _run_followed(run, run_dir)
 

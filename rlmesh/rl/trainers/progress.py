@@ -6,12 +6,11 @@ It is written after each step and not fsynced: it outlives a process, and a mach
 from __future__ import annotations
 
 import json
-import os
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from rlmesh import current_worker
+from rlmesh import current_worker, private_files
 from rlmesh.errors import UsageError
 
 __all__ = ["MODEL", "SUMMARY", "Progress", "finished_steps", "trained_role_restarted"]
@@ -43,21 +42,22 @@ class Progress:
         """The progress of a run; no steps if it has not begun.
 
         Raises:
-            UsageError: another version of this library wrote it, whose checkpoints this one may not read.
+            UsageError: another version of this library wrote it, whose checkpoints this one may not read; or other
+                users can have written it.
         """
         path = run_dir / FILE
         try:
-            return cls(**json.loads(path.read_text()))
+            return cls(**json.loads(private_files.read(path)))
         except (FileNotFoundError, ValueError):  # a machine that failed may leave an empty file
             return cls()
+        except private_files.UnsafeFile as error:
+            raise UsageError(f"the run cannot go on: {error}") from None
         except TypeError as error:
             raise UsageError(f"{path} is of another version of rlmesh, so the run cannot go on: {error}") from None
 
     def write(self, run_dir: Path) -> None:
         """Replace the file as a whole, so that readers find the old or the new steps even after a crash."""
-        aside = run_dir / f".{FILE}.{os.getpid()}"
-        aside.write_text(json.dumps(asdict(self)) + "\n")
-        aside.replace(run_dir / FILE)
+        private_files.write_whole(run_dir / FILE, json.dumps(asdict(self)) + "\n", durable=False)
 
 
 def finished_steps(run_dir: Path) -> int:

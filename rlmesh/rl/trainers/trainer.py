@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -15,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from rlmesh import RoleGroup, WeightSync, current_worker
+from rlmesh import RoleGroup, WeightSync, current_worker, private_files
 from rlmesh.errors import CallError, SourceRestarted, UsageError, WeightsNotReady, WeightSyncError
 from rlmesh.rl.algorithms.protocol import Evaluated, TokenWeights
 from rlmesh.rl.checkpoints.resuming import TrainerCheckpoints
@@ -32,6 +31,7 @@ from rlmesh.rl.rewards.scoring import Rewards
 from rlmesh.rl.roles.defaults import keep_objects, run_settings
 from rlmesh.rl.rollout.episodes.plan import EpisodePlan
 from rlmesh.rl.rollout.episodes.spreading import EpisodeSpread, episode_report
+from rlmesh.rl.rollout.requests import requests_of
 from rlmesh.rl.rollout.role_engines import LOST, OwnSampling
 from rlmesh.rl.rollout.run_sampling import RunSampling, role_engines
 from rlmesh.rl.samples.writer import SampleWriter
@@ -163,8 +163,7 @@ class Trainer:
 
     def connect(self) -> None:
         """Let the buffer sample by the engines. A trainer with its own `draw` samples by that."""
-        run, in_turn = self.settings, self.engines is self.actor or self.shares
-        own = type(self).draw is not Trainer.draw
+        run, in_turn, own = self.settings, self.in_turn, type(self).draw is not Trainer.draw
         self.buffer.connect(
             OwnSampling(lambda prompts, seed: self.generate(prompts, seed=seed))
             if own else role_engines(run, self.group("ROLLOUT") or self.actor, in_turn=in_turn),
@@ -200,12 +199,14 @@ class Trainer:
         raise RuntimeError(f"an engine has no weights after {PUSHES} pushes")
 
     def draw(self, prompts: Sequence[list[int]], params: SamplingParams) -> list[Episode]:
-        """One episode per prompt, from the engines as they are.
+        """One episode per prompt, from the engines as they are, with a seed of its own.
 
         Raises:
             WeightsNotReady: an engine has no weights.
         """
-        return [Episode.of(each) for each in self.engines.call_batch("generate", len(prompts), prompts, params)]
+        method, requests = "sample_in_turn" if self.in_turn else "sample", requests_of(prompts, params.seed or 0)
+        found = self.engines.call_batch(method, len(requests), requests, params)
+        return [Episode.of(samples[0]) for samples in found]
 
     def score(self, rewards: Rewards, groups: Sequence[Group]) -> list[Group]:
         """The same groups, with the outcome of each reward in their episodes."""
@@ -322,6 +323,7 @@ class Trainer:
 
     def push_again(self) -> None:
         """Push the current version to the engines that do not serve it."""
+        self.validation.require_foreground()
         self.hold(None)
         if self.engines is self.actor:
             self.publish()
@@ -373,9 +375,8 @@ class Trainer:
         folder = self.run_dir / MODEL
         self.actor.call("export", str(folder)).result()
         self.tokenizer.save_pretrained(folder)
-        aside = self.run_dir / f".{SUMMARY}.{os.getpid()}"
-        aside.write_text(json.dumps({"steps": self.version, "metrics": self.last}) + "\n")
-        aside.replace(self.run_dir / SUMMARY)
+        summary = json.dumps({"steps": self.version, "metrics": self.last}) + "\n"
+        private_files.write_whole(self.run_dir / SUMMARY, summary)
 
     # Roles, and restarts.
 
@@ -448,8 +449,14 @@ class Trainer:
         """True if roles of this job share devices, and take turns on them."""
         return any(any(role.call("shares_devices").result()) for role in (self.actor, self.engines))
 
+    @property
+    def in_turn(self) -> bool:
+        """True if the engines share their devices with other roles."""
+        return self.engines is self.actor or self.shares
+
     def begin(self) -> None:
-        """Bring all models in training to the same step, and publish the weights; at step 0, validate."""
+        """Bring all models in training to the same step, and publish the weights; at step 0, or if the
+        validation of the step is missing, validate."""
         self.validation.drop()
         before, self.holder = self.version, None
         self.connect()
@@ -469,6 +476,8 @@ class Trainer:
         if self.version == 0:
             self.last = self.validate()
             current_worker().report(step=0, total_steps=self.settings.steps, **self.last)
+        elif self.validation.is_missing(self.version, self.last):
+            current_worker().report(step=self.version, total_steps=self.settings.steps, **self.validate())
         self.buffer.advance(self.version)
 
     @cached_property

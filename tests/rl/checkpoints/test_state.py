@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import random
+import stat
 from collections.abc import Mapping
+from concurrent.futures import Future
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,8 +20,11 @@ from rlmesh.errors import UsageError
 from rlmesh.rl.checkpoints.resuming import TrainerCheckpoints
 from rlmesh.rl.checkpoints.state import decoded, encoded, seed_generators
 from rlmesh.rl.checkpoints.store import CheckpointStore, checkpoint_folder, saved_step
+from rlmesh.rl.checkpoints.writer import CheckpointWriter
+from rlmesh.rl.engines.training.checkpoint.folders import CheckpointFolder
 from rlmesh.rl.trainers.here import _MetricsLink
 from rlmesh.rl.trainers.progress import Progress
+from tests.own_time import HANG_S
 from tests.rl.checkpoints.runs import make
 
 
@@ -133,3 +140,84 @@ def test_a_trainer_that_restarts_alone_goes_on_from_what_was_noted(tmp_path: Pat
     trainer(Recorded(), Plain("x" * 70_000)).finish(3, {})
     assert Progress.read(tmp_path).state is None
     assert trainer(Recorded(), Plain()).step_after({3}) == 0
+
+
+def test_a_checkpoint_is_private_whatever_the_umask(tmp_path: Path) -> None:
+    before = os.umask(0o002)
+    try:
+        folder = checkpoint_folder(tmp_path, 1)
+        CheckpointFolder(folder / "actor").begin(1)
+        (folder / "actor" / "current.json").write_text("{}")
+        CheckpointStore(tmp_path).commit(
+            1, ["actor"], encoded({"a": np.zeros(2)}), {"metrics": {}, "settings": {}, "position": {}}
+        )
+        Progress(1, 0, "{}").write(tmp_path)
+    finally:
+        os.umask(before)
+    made = [tmp_path / "checkpoints", folder, folder / "actor", *(folder / "actor").glob("step-*"), folder / "trainer"]
+    assert {stat.S_IMODE(path.stat().st_mode) for path in made} == {0o700}
+    files = [tmp_path / "progress.json", folder / "checkpoint.json", *(folder / "trainer").iterdir()]
+    assert {stat.S_IMODE(path.stat().st_mode) for path in files} == {0o600} and len(files) == 4
+
+
+@pytest.mark.parametrize("name", ["", "checkpoint.json", "trainer", "trainer/state.json"])
+def test_a_checkpoint_that_others_can_have_written_is_refused(tmp_path: Path, name: str) -> None:
+    store = CheckpointStore(tmp_path)
+    commit(store, 1)
+    open_to_others = checkpoint_folder(tmp_path, 1) / name
+    open_to_others.chmod(0o777)
+    with pytest.raises(UsageError, match=r"is refused: .* has mode 0777, so other users can change .*chmod -R go-w"):
+        store.read(1).trainer_state()
+    open_to_others.chmod(0o700)
+    assert store.read(1).trainer_state() == {"step": 1}
+
+
+def test_progress_that_others_can_have_written_is_refused(tmp_path: Path) -> None:
+    Progress(1, 0, "{}").write(tmp_path)
+    (tmp_path / "progress.json").chmod(0o666)
+    with pytest.raises(UsageError, match=r"the run cannot go on: .*progress\.json has mode 0666.*chmod go-w"):
+        Progress.read(tmp_path)
+
+
+class Actor:
+    """A role whose part is written at once, or fails."""
+
+    def __init__(self, run_dir: Path, faults: Mapping[int, str]) -> None:
+        self.run_dir, self.faults = run_dir, faults
+
+    def call(self, method: str, step: int, *given: Any) -> Any:
+        folder = checkpoint_folder(self.run_dir, step) / "actor"
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "current.json").write_text("{}")
+        found = self.faults.get(step, "") if method == "saved" else ""
+        return SimpleNamespace(result=lambda: [found])
+
+
+def writer_of(run_dir: Path, faults: Mapping[int, str] | None = None) -> CheckpointWriter:
+    worker: Any = SimpleNamespace(alarm=lambda text: None)
+    actor = Actor(run_dir, faults or {})
+    return CheckpointWriter(CheckpointStore(run_dir), lambda: [("actor", actor)], worker, lambda text: None)
+
+
+ABOUT: dict[str, Any] = {"metrics": {}, "settings": {}, "position": {}}
+
+
+def test_parts_of_a_failed_checkpoint_leave_the_disk(tmp_path: Path) -> None:
+    writer = writer_of(tmp_path, {2: "No space left on device", 3: "No space left on device"})
+    for step in (1, 2, 3, 4):
+        assert writer.begin(step)
+        writer.complete(step, {}, ABOUT)
+        assert writer.wait(HANG_S)
+        failed = [checkpoint_folder(tmp_path, one) for one in (2, 3) if one != step]
+        assert not any(one.exists() for one in failed), "it would stay until the run starts again"
+    assert writer.failures == 2 and saved_step(tmp_path) == 4
+
+
+def test_a_checkpoint_counts_after_the_records_of_its_objects(tmp_path: Path) -> None:
+    writer, record, failed = writer_of(tmp_path), Future[None](), Future[None]()
+    failed.set_exception(OSError("told by the ledger"))
+    assert writer.begin(1)
+    writer.complete(1, {}, ABOUT, [record, failed])
+    assert not writer.wait(0.2) and saved_step(tmp_path) == 0
+    record.set_result(None)
+    assert writer.wait(HANG_S) and saved_step(tmp_path) == 1

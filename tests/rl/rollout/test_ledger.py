@@ -8,6 +8,7 @@ import sqlite3
 import stat
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -97,6 +98,25 @@ def test_prompts_that_kill_are_remembered(ledger: Ledger) -> None:
     assert ledger.troubles("poison") == ({1: 1}, {0: "poison: it kills"})
 
 
+@pytest.mark.parametrize(("changed", "known"), [({}, True), ({"samples": 4}, True), ({"seed": 1}, False)])
+def test_prompts_that_kill_are_forgotten_with_other_prompts(
+    tmp_path: Path, changed: dict[str, Any], known: bool
+) -> None:
+    """A run that ended before its first checkpoint: in the next one, the position may be another prompt."""
+    for settings in (SETTINGS, SETTINGS | changed, SETTINGS | changed):
+        made = Ledger(tmp_path, settings, lambda: 5.0)
+        found = made.troubles("poison")
+        made.go_back(0, 0)
+        if settings is SETTINGS:
+            buffer = SampleBuffer(2, 0, 9, record=made.record)
+            buffer.advance(0)
+            buffer.draw(key_of)
+            buffer.fail(buffer.waiting[0], "poison: it kills", poison=True)
+        made.close()
+        if settings is not SETTINGS:
+            assert found == ({}, {0: "poison: it kills"} if known else {})
+
+
 def test_the_file_is_as_private_as_its_folder(tmp_path: Path) -> None:
     before = os.umask(0)
     try:
@@ -148,6 +168,55 @@ def test_a_full_disk_delays_rows_and_stops_nobody(
     ledger._left.insert(0, (limit(10_000), None))
     ledger.flush()
     assert len(list(read_rows(tmp_path / LEDGER))) == 200 and faults_of(tmp_path / LEDGER) == []
+
+
+def test_rows_are_in_the_file_before_it_is_synced(
+    ledger: Ledger, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found: list[int] = []
+    monkeypatch.setattr(os, "fsync", lambda number: found.append(len(list(read_rows(tmp_path / LEDGER)))))
+    begins = threading.Event()
+    ledger._post(lambda connection: begins.wait(HANG_S))  # so that rows and sync are one batch or later
+    buffer = SampleBuffer(2, 0, 9, record=ledger.record)
+    train(buffer, 1)
+    done = ledger.sync()
+    train(buffer, 2)
+    begins.set()
+    done.result(HANG_S)
+    assert found and found[0] >= 2
+
+
+def test_an_error_beside_a_sync_is_raised_by_the_next_wait(ledger: Ledger, tmp_path: Path) -> None:
+    begins = threading.Event()
+    ledger._post(lambda connection: begins.wait(HANG_S))
+    ledger._post(lambda connection: connection.execute("INSERT INTO nowhere VALUES (1)"))
+    done = ledger.sync()
+    begins.set()
+    with pytest.raises(sqlite3.OperationalError, match="no such table"):
+        done.result(HANG_S)
+    with pytest.raises(sqlite3.OperationalError, match="no such table"):
+        ledger.flush()
+
+
+def test_a_disk_that_cannot_be_synced_fails_the_sync_alone(ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(number: int) -> None:
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(os, "fsync", fails)
+    with pytest.raises(OSError, match="Input/output error"):
+        ledger.sync().result(HANG_S)
+    ledger.flush()
+
+
+def test_a_slow_disk_delays_rows_and_stops_nobody(
+    ledger: Ledger, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    begins = threading.Event()
+    ledger._post(lambda connection: begins.wait(HANG_S))
+    monkeypatch.setattr("rlmesh.rl.rollout.ledger.WAIT_S", 0.01)
+    ledger.flush()
+    begins.set()
+    assert "is not written after 0.01 s, and training goes on" in caplog.text
 
 
 WRITER = """

@@ -36,6 +36,7 @@ class Loop:
     def __init__(
         self, folder: Path, engines: FakeEngines, pipeline: str, *, refill: float = 0.0, steps: int = STEPS,
         score: Callable[[Sequence[Group]], list[Group]] = scored, in_flight: int = 2,
+        extra: int = 0,
     ) -> None:  # fmt: skip
         rules = Pipeline.parse(pipeline)
         self.engines, self.steps, self.path = engines, steps, folder / LEDGER
@@ -45,7 +46,7 @@ class Loop:
         self.revived = 0
         self.reports: list[dict[str, float]] = []
         self.taken: list[list[int]] = []
-        buffer = SampleBuffer(SIZE, rules.staleness, steps, refill=refill, record=self.ledger.record)
+        buffer = SampleBuffer(SIZE, rules.staleness, steps, extra=extra, refill=refill, record=self.ledger.record)
         self.sampler = Sampler(
             buffer, draw_from(PROMPTS), engines, score,
             lambda group: judge(group, total, dynamic=refill > 0, died=DIED), pipeline=rules, samples=2, seed=0,
@@ -330,6 +331,93 @@ def test_answers_from_before_a_return_are_ignored(tmp_path: Path, pipeline: str)
         rows = list(read_rows(made.path, void=True))
         assert sum(row.void and row.state == "trained" for row in rows) == 3 * SIZE
         assert len([row for row in rows if not row.void and row.state == "trained"]) == SIZE * STEPS
+
+
+@pytest.mark.parametrize("pipeline", ["one-step-off", "async"])
+def test_nothing_is_scored_between_pause_and_the_next_weights(
+    tmp_path: Path, pipeline: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The actor restarts while a group is being scored, which is then found to be not worth training."""
+    monkeypatch.setattr("rlmesh.rl.rollout.sampler.LOOK_S", 0.01)
+    calls: list[int] = []
+    began, goes_on = threading.Event(), threading.Event()
+
+    def score(groups: Sequence[Group]) -> list[Group]:
+        calls.append(len(groups))
+        began.set()
+        assert goes_on.wait(HANG_S)
+        return scored(groups, lambda group, number: 0.0 if int(group.episodes[0].ids[1]) == 1 else number)
+
+    with loop(tmp_path, FakeEngines(1), pipeline, refill=1.0, score=score) as made:
+        made.begin()
+        assert began.wait(HANG_S)
+        made.engines.hold()
+        made.sampler.pause()
+        before = len(calls)
+        assert not threading.Event().wait(0.2) and len(calls) == before
+        made.ledger.go_back(0, 0)
+        made.sampler.restore({"cursor": 0, "step": 1, "slots": []})
+        goes_on.set()
+        made.engines.go_on()
+        made.begin()
+        for step in range(1, STEPS + 1):
+            made.step(step)
+        made.ledger.flush()
+        assert faults_of(made.path) == [] and made.taken[0] == [0, 2, 3, 4]
+
+
+def test_engines_are_idle_once_a_step_has_its_groups(tmp_path: Path) -> None:
+    """The push follows: what is asked for now would be sampled by weights that are too old."""
+
+    def score(groups: Sequence[Group]) -> list[Group]:
+        return scored(groups, lambda group, number: 1.0 if int(group.episodes[0].ids[1]) == 0 else number)
+
+    with loop(tmp_path, FakeEngines(1), "sync", refill=1.0, extra=2, score=score) as made:
+        made.begin()
+        made.sampler.take(1, HANG_S)
+        assert made.engines.asked == [(0, 0, (0, 1, 2, 3, 4, 5))]
+        assert made.sampler.buffer.counts()["sampling"] == 0
+
+
+@pytest.mark.parametrize("pipeline", PIPELINES)
+@pytest.mark.parametrize("count", [1, 2])
+def test_weights_that_are_too_old_for_a_step_drop_nothing_of_it(tmp_path: Path, pipeline: str, count: int) -> None:
+    def score(groups: Sequence[Group]) -> list[Group]:
+        return scored(groups, lambda group, number: 1.0 if int(group.episodes[0].ids[1]) % 5 == 0 else number)
+
+    with loop(tmp_path, FakeEngines(count, tenfold), pipeline, refill=2.0, extra=2, score=score) as made:
+        made.run()
+        assert faults_of(made.path) == []
+        taken = [place for step in made.taken for place in step]
+        assert taken == [place for place in range(2 * SIZE * STEPS) if place % 5][: SIZE * STEPS]
+        dropped = [row for row in read_rows(made.path) if row.state == "dropped"]
+        bound = made.sampler.pipeline.staleness
+        assert dropped and all((row.step or 0) - 1 - (row.oldest or 0) <= bound for row in dropped)
+
+
+def test_a_scoring_that_hangs_does_not_keep_a_run_from_ending(tmp_path: Path) -> None:
+    began, goes_on, closed = threading.Event(), threading.Event(), threading.Event()
+
+    def score(groups: Sequence[Group]) -> list[Group]:
+        began.set()
+        assert goes_on.wait(HANG_S)
+        return scored(groups)
+
+    made = Loop(tmp_path, FakeEngines(1), "async", score=score)
+
+    def close() -> None:
+        made.close()
+        closed.set()
+
+    made.begin()
+    assert began.wait(HANG_S)
+    thread = threading.Thread(target=close)
+    thread.start()
+    try:
+        assert closed.wait(HANG_S / 2)
+    finally:
+        goes_on.set()
+        thread.join(HANG_S)
 
 
 def test_seeds_differ_by_run_position_and_number() -> None:

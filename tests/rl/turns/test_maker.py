@@ -297,3 +297,39 @@ def test_the_seed_of_a_turn_depends_on_episode_and_turn() -> None:
     assert len(seeds) == 4 and None not in seeds
     assert task.params(PARAMS, 0, 50).max_tokens == 50
     assert EpisodeTask(3, np.zeros(1, np.int32), {}).params(PARAMS, 0, 50).seed is None
+
+
+def test_calls_beside_each_other_start_one_endpoint(monkeypatch: pytest.MonkeyPatch) -> None:
+    server = pytest.importorskip("rlmesh.rl.rollout.endpoint.server")
+    started: list[Any] = []
+
+    class SlowEndpoint:
+        api_key = "key"
+
+        def __init__(self, *given: Any, **options: Any) -> None:
+            pass
+
+        async def start(self) -> None:
+            started.append(self)
+            await asyncio.sleep(0.05)
+
+        async def stop(self) -> None:
+            started.remove(self)
+
+    async def play(self: EpisodeMaker, task: EpisodeTask, params: SamplingParams) -> list[Episode]:
+        assert [self._endpoint] == started
+        return []
+
+    monkeypatch.setattr(server, "Endpoint", SlowEndpoint)
+    monkeypatch.setattr(EpisodeMaker, "_play", play)
+    monkeypatch.setenv("OPENAI_API_KEY", "own")
+    tokenizer = make_tokenizer()
+    engine: Any = ScriptedEngine(tokenizer, lambda text, params: "")
+    maker = EpisodeMaker(engine, tokenizer, EpisodePlan(EpisodeSettings(), agent=lambda base_url: None))
+    try:
+        tasks = [EpisodeTask(0, np.zeros(1, np.int32), {}, seed=0)]
+        for call in [maker.start(tasks, PARAMS) for _ in range(4)]:
+            call.result(HANG_S)
+    finally:
+        maker.close()
+    assert started == []

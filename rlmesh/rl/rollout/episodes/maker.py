@@ -44,6 +44,7 @@ class EpisodeMaker:
         self._engine, self._tokenizer = engine, tokenizer
         self._sampler = TurnSampler(engine)
         self._endpoint: Endpoint | None = None
+        self._starts = asyncio.Lock()
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="rlmesh-episodes", daemon=True)
         self._thread.start()
@@ -90,8 +91,10 @@ class EpisodeMaker:
         await self._loop.shutdown_asyncgens()
 
     async def _play_all(self, tasks: Sequence[EpisodeTask], params: SamplingParams) -> list[list[Episode]]:
-        if self.plan.agent is not None and self._endpoint is None:
-            await self._start_endpoint()
+        if self.plan.agent is not None:
+            async with self._starts:  # calls run beside each other
+                if self._endpoint is None:
+                    await self._start_endpoint()
         room = asyncio.Semaphore(self.plan.settings.parallel)
 
         async def one(task: EpisodeTask) -> list[Episode]:

@@ -24,6 +24,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+from rlmesh import private_files
 from rlmesh.errors import UsageError
 from rlmesh.rl.engines.training.checkpoint.checksums import FileSum, damage_of, sums_from
 from rlmesh.rl.engines.training.checkpoint.ownership import (
@@ -128,11 +129,10 @@ class CheckpointFolder:
         """Make a subfolder for new data; returns its name."""
         close_if_empty(self.folder)
         name = f"step-{steps:08d}-{secrets.token_hex(4)}"
-        # Mode 0700 whatever the umask; the owner may open the folders to others later.
+        # Private whatever the umask, as missing folders above; the owner may open the folders to others later.
         for folder in (self.folder, self.folder / name):
             if not folder.exists():
-                folder.mkdir(mode=0o700, parents=True)
-                folder.chmod(0o700)
+                private_files.make_folder(folder)
         if fault := fault_of(self.folder, self.folder.stat()):
             log.warning("%s. Checkpoints are saved there, and loaded with trust_others=True only", fault)
         return name

@@ -1,0 +1,171 @@
+"""`Validation` in the background of a step: what waits for it, and what its failure costs."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from rlmesh import JobInfo, WorkerContext, acting_as
+from rlmesh.errors import PeerLost, UsageError, WeightsNotReady, WeightSyncError
+from rlmesh.rl.engines.rollout import Sample, SamplingParams
+from rlmesh.rl.evaluation.validation import Validation
+from rlmesh.rl.trainers.trainer import Trainer
+from tests.own_time import HANG_S
+
+STEPS, SAVED = 9, 4
+
+
+class Recorded:
+    """The reports and alarms of a worker."""
+
+    def __init__(self) -> None:
+        self.reports: dict[int, dict[str, float]] = {}
+        self.alarms: list[str] = []
+
+    def report(self, *, step: int, total_steps: int, **metrics: float) -> None:
+        self.reports[step] = metrics
+
+    def alarm(self, text: str) -> None:
+        self.alarms.append(text)
+
+
+@pytest.fixture
+def told(monkeypatch: pytest.MonkeyPatch) -> Recorded:
+    found = Recorded()
+    monkeypatch.setattr(WorkerContext, "report", lambda self, **given: found.report(**given))
+    monkeypatch.setattr(WorkerContext, "alarm", lambda self, text: found.alarm(text))
+    return found
+
+
+def trainer(**settings: Any) -> Any:
+    """A trainer whose step `SAVED` has begun a checkpoint, without roles."""
+    made: Any = Trainer()
+    given: dict[str, Any] = {
+        "validation": [{}], "validate_every": 2, "steps": STEPS, "keep_best": "",
+        "evaluation": SimpleNamespace(background=True), "schedule": SimpleNamespace(staleness=0),
+    }  # fmt: skip
+    made.settings = SimpleNamespace(**given | settings)
+    made.__dict__ |= {
+        "actor": object(), "engines": object(), "shares": False, "algorithm": SimpleNamespace(needs=()),
+        "checkpoints": SimpleNamespace(writer=SimpleNamespace(begun=SAVED)), "tell": lambda text: None,
+    }  # fmt: skip
+    made.validation = Validation(made)
+    return made
+
+
+@pytest.mark.parametrize("keep_best", ["val/reward_mean", "-val/letters/mean@1"])
+def test_a_checkpoint_does_not_miss_the_metric_of_the_best_one(keep_best: str) -> None:
+    validation = trainer(keep_best=keep_best).validation
+    assert not validation.postpone(SAVED), "its checkpoint would be complete without the metric, and pruned"
+    assert validation.postpone(SAVED + 2), "no checkpoint waits for it"
+    assert trainer(keep_best="reward_mean").validation.postpone(SAVED)
+
+
+def run_in_background(made: Any, work: Callable[[int], dict[str, float]]) -> None:
+    made.validation.run = work
+    assert made.validation.postpone(2)
+    made.validation.begin()
+    link: Any = None
+    with acting_as(WorkerContext(JobInfo("job", "id", None), "TRAINER", 0, 1, link)):
+        made.validation.end()
+
+
+def test_an_engine_that_dies_costs_a_validation_and_not_the_run(told: Recorded) -> None:
+    pushes: list[str] = []
+    made = trainer()
+    made._push = lambda push: pushes.append("push")
+    made.__dict__ |= {"weight_sync": SimpleNamespace(catch_up=None), "hold": lambda role: None}
+
+    def work(step: int) -> dict[str, float]:
+        made.push_again()  # as `generate` does for an engine without weights
+        return {}
+
+    run_in_background(made, work)
+    assert pushes == [], "the actor has later weights by then"
+    assert told.reports == {} and len(told.alarms) == 1
+    assert told.alarms[0].startswith("the validation of step 2 is missing, and training goes on: an engine was lost")
+    made.push_again()
+    assert pushes == ["push"], "on the loop's own thread"
+
+
+@pytest.mark.parametrize("error", [PeerLost("died"), WeightsNotReady("none"), WeightSyncError("late")])
+def test_lost_engines_are_told(told: Recorded, error: Exception) -> None:
+    def work(step: int) -> dict[str, float]:
+        raise error
+
+    run_in_background(trainer(), work)
+    assert len(told.alarms) == 1
+
+
+def test_another_error_ends_the_run(told: Recorded) -> None:
+    def work(step: int) -> dict[str, float]:
+        raise UsageError("the reward has a fault")
+
+    with pytest.raises(UsageError, match="has a fault"):
+        run_in_background(trainer(), work)
+
+
+def test_a_validation_that_takes_long_is_told(told: Recorded, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rlmesh.rl.evaluation.validation.LONG_S", 0.01)
+    slow = threading.Event()
+
+    def alarm(self: WorkerContext, text: str) -> None:
+        told.alarm(text)
+        slow.set()
+
+    monkeypatch.setattr(WorkerContext, "alarm", alarm)
+    run_in_background(trainer(), lambda step: {"val/alarmed": float(slow.wait(HANG_S))})
+    assert told.reports == {2: {"val/alarmed": 1.0}}
+    assert told.alarms == ["the training waits for the validation of step 2, for more than 0.01 s"]
+
+
+def test_numbers_come_under_their_own_step(told: Recorded) -> None:
+    run_in_background(trainer(), lambda step: {"val/reward_mean": 0.5})
+    assert told.reports == {2: {"val/reward_mean": 0.5}} and told.alarms == []
+
+
+@pytest.mark.parametrize(("last", "validates"), [({"loss": 1.0}, True), ({"val/reward_mean": 1.0}, False)])
+def test_a_validation_that_a_stop_prevented_is_made_when_the_run_goes_on(
+    told: Recorded, last: dict[str, float], validates: bool
+) -> None:
+    class Role:
+        def call(self, method: str, *given: Any) -> Any:
+            return SimpleNamespace(result=lambda: [SAVED])
+
+    made = trainer()
+    nothing = SimpleNamespace(pause=lambda: None, advance=lambda version: None)
+    made.version, made.holder, made.buffer = 0, None, nothing
+    made.checkpoints = SimpleNamespace(step_after=lambda reached: SAVED, restore=lambda step: dict(last))
+    made.__dict__ |= {
+        "connect": lambda: None, "publish": lambda: None, "trained": lambda: [("actor", Role(), None)],
+        "validate": lambda: {"val/reward_mean": 2.0},
+    }  # fmt: skip
+    link: Any = None
+    with acting_as(WorkerContext(JobInfo("job", "id", None), "TRAINER", 0, 1, link)):
+        made.begin()
+    assert told.reports == ({SAVED: {"val/reward_mean": 2.0}} if validates else {})
+
+
+def test_the_seed_of_a_response_does_not_depend_on_the_engines() -> None:
+    def seeds(count: int) -> list[int]:
+        found: dict[int, int] = {}
+
+        def call_batch(method: str, rows: int, requests: Any, params: SamplingParams) -> list[Any]:
+            samples = []
+            for rank in range(count):
+                for request in requests[rows * rank // count : rows * (rank + 1) // count]:
+                    found[request.prompt[0]] = request.seeds[0]
+                    samples.append([Sample.of(request.prompt, [1], [-0.5], 3, "stop")])
+            return samples
+
+        made = trainer()
+        made.__dict__["engines"] = SimpleNamespace(call_batch=call_batch)
+        made.settings.rollout = SimpleNamespace(params=lambda greedy, seed: SamplingParams(4, seed=seed))
+        made.generate([[number] for number in range(6)], seed=5)
+        return [found[number] for number in range(6)]
+
+    assert seeds(1) == seeds(2) == seeds(4) and len(set(seeds(1))) == 6
