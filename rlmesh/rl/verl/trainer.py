@@ -78,13 +78,13 @@ class WaitingTrainer(Trainer):
                 role.call("shares_devices").result()
 
     @rpc
-    def begin(self) -> None:
-        """Begin to train."""
+    def let_begin(self) -> None:
+        """Let the training begin."""
         (self.run_dir / BEGUN).touch()
         self._begun.set()
 
     def run(self) -> None:
-        # After a restart of this process, nobody calls `begin` again.
+        # After a restart of this process, nobody calls `let_begin` again.
         if not (self.run_dir / BEGUN).exists() and not self._begun.wait(FIT_WAIT_S):
             raise UsageError(f"fit() was not called within {FIT_WAIT_S:g} s after init_workers()")
         super().run()
@@ -145,7 +145,7 @@ class RayPPOTrainer:
         """
         if self._handle is None:
             raise UsageError("fit(): call init_workers() first")
-        self._call("begin")
+        self._call("let_begin")
         result = self._handle.result()
         return dict(result_of(Path(result.run_dir)).metrics)
 
