@@ -29,7 +29,6 @@ JOB_FILE = "job"
 ABOUT_FILE, KEY_FILE = "about.json", "key"
 """Files in the socket folder of node 0, which only its owner can enter; ``rlmesh ps`` needs them to find and ask a
 job."""
-MADE_AGAIN = 3
 LOGIN_FOLDERS, LINGERING = "/run/user/", "/var/lib/systemd/linger"
 SOCKET_PATH_LIMIT = 90
 """Maximum bytes of a socket folder's path: the system allows 107 for a socket's path, including its own name."""
@@ -50,11 +49,8 @@ class Hold:
     def __init__(self, folder: Path) -> None:
         self._fd = ownership.hold_folder(str(folder))
 
-    def __bool__(self) -> bool:
-        return self._fd is not None
-
     def release(self) -> None:
-        """Give it up; once is enough."""
+        """Give the folder up. May be called twice."""
         fd, self._fd = self._fd, None
         if fd is not None:
             os.close(fd)
@@ -194,21 +190,15 @@ def _make_socket_dir() -> tuple[Path, Hold]:
 
 
 def _held_folder(base: str) -> tuple[Path, Hold]:
-    for _ in range(MADE_AGAIN):
-        folder = Path(tempfile.mkdtemp(prefix="rlm-", dir=base))
-        hold = Hold(folder)
-        if hold and folder.exists():
-            try:
-                (folder / JOB_FILE).touch(0o600)
-            except OSError:  # a full disk
-                shutil.rmtree(folder, ignore_errors=True)
-                hold.release()
-                raise
-            return folder, hold
-        hold.release()  # it was removed, or is being removed, since nobody held it yet
-        shutil.rmtree(folder, ignore_errors=True)
     folder = Path(tempfile.mkdtemp(prefix="rlm-", dir=base))
-    return folder, Hold(folder)  # a file system without locks, where nobody can hold it, nor remove it as not held
+    hold = Hold(folder)
+    try:
+        (folder / JOB_FILE).touch(0o600)  # after the hold: a folder with this sign that nobody holds is removed
+    except OSError:  # a full disk
+        shutil.rmtree(folder, ignore_errors=True)
+        hold.release()
+        raise
+    return folder, hold
 
 
 def _write_about(

@@ -62,7 +62,7 @@ class AlgorithmConfig:
         return self._set("environment", settings)
 
     def env_runners(self, **settings: Any) -> Self:
-        """How environments are stepped.
+        """Settings of the runners that step environments.
 
         Args:
             settings: ``num_env_runners`` (0: in this process), ``num_envs_per_env_runner``,
@@ -77,11 +77,11 @@ class AlgorithmConfig:
         return self.env_runners(**settings)
 
     def training(self, **settings: Any) -> Self:
-        """How the algorithm learns: ``lr``, ``gamma``, ``train_batch_size``, ``model``, and the algorithm's own."""
+        """Settings of learning: ``lr``, ``gamma``, ``train_batch_size``, ``model``, and the algorithm's own."""
         return self._set("training", settings)
 
     def learners(self, **settings: Any) -> Self:
-        """Where the algorithm learns: ``num_learners`` (0: in this process), ``torch_threads``."""
+        """Settings of the place of learning: ``num_learners`` (0: in this process), ``torch_threads``."""
         return self._set("learners", settings)
 
     def multi_agent(self, **settings: Any) -> Self:

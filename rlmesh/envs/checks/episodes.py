@@ -24,7 +24,7 @@ KEPT = 32
 
 @dataclass(frozen=True)
 class CheckPlan:
-    """How far the checks go.
+    """The extent of the checks.
 
     Attributes:
         seed: seed of the first reset, and of the actions.

@@ -105,7 +105,7 @@ def _copied(part: Any) -> Any:
 
 
 def violations(space: Any, value: Any, place: str) -> Iterator[tuple[str, str, str]]:
-    """What speaks against a value being in a space: the check, the place and the fault, one for each part."""
+    """The faults of a value that is not in a space: check, place and fault, one for each part."""
     if isinstance(space, spaces.Dict):
         yield from _dict_violations(space, value, place)
     elif isinstance(space, spaces.Tuple):

@@ -48,7 +48,7 @@ class CheckDeadlines:
 
 @dataclass
 class Course:
-    """What the processes have told so far."""
+    """The messages that the processes have sent so far."""
 
     findings: list[dict[str, Any]] = field(default_factory=list)
     trace: list[TracedStep] = field(default_factory=list)

@@ -47,7 +47,7 @@ class Connector:
         return rewards
 
     def take_delta(self) -> Any:
-        """What was learnt since the last call, to be merged with that of other runners; None if nothing can be."""
+        """The statistics since the last call, to be merged with those of other runners; None if there are none."""
         return None
 
     def merge(self, deltas: Sequence[Any]) -> None:
@@ -128,7 +128,7 @@ class ConnectorPipeline:
         return rewards
 
     def take_delta(self) -> list[Any]:
-        """What each connector has learnt since the last call."""
+        """The statistics of each connector since the last call."""
         return [connector.take_delta() for connector in self.connectors]
 
     def merge(self, deltas: Sequence[Sequence[Any]]) -> None:

@@ -26,9 +26,7 @@ class ActorCriticLearner(Learner):
         assert distribution is not None
         outputs = self.module.forward_train(batch)
         inputs = outputs[columns.ACTION_DIST_INPUTS]
-        advantages = (
-            standardized(batch[columns.ADVANTAGES]) if config["standardize_advantages"] else batch["advantages"]
-        )
+        advantages = _advantages(batch, config)
         policy_loss = -(distribution.log_prob(inputs, batch[columns.ACTIONS]) * advantages).mean()
         vf_loss = (outputs[columns.VF_PREDS] - batch[columns.VALUE_TARGETS]).square().mean()
         entropy = distribution.entropy(inputs).mean()
@@ -62,9 +60,7 @@ class PPOLearner(Learner):
         assert distribution is not None
         outputs = self.module.forward_train(batch)
         inputs = outputs[columns.ACTION_DIST_INPUTS]
-        advantages = (
-            standardized(batch[columns.ADVANTAGES]) if config["standardize_advantages"] else batch["advantages"]
-        )
+        advantages = _advantages(batch, config)
         ratio = torch.exp(distribution.log_prob(inputs, batch[columns.ACTIONS]) - batch[columns.ACTION_LOGP])
         policy_loss = -torch.min(ratio * advantages, ratio.clamp(1 - self.clip, 1 + self.clip) * advantages).mean()
         error = (outputs[columns.VF_PREDS] - batch[columns.VALUE_TARGETS]).square()
@@ -100,3 +96,8 @@ def standardized(advantages: torch.Tensor) -> torch.Tensor:
     if len(advantages) < 2:
         return advantages
     return (advantages - advantages.mean()) / (advantages.std() + 1e-8)
+
+
+def _advantages(batch: dict[str, torch.Tensor], config: Any) -> torch.Tensor:
+    found = batch[columns.ADVANTAGES]
+    return standardized(found) if config["standardize_advantages"] else found

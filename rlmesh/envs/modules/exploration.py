@@ -1,4 +1,4 @@
-"""How off-policy algorithms explore: epsilon-greedy, a squashed normal distribution, noise on a deterministic action.
+"""Exploration of off-policy algorithms: epsilon-greedy, a squashed normal distribution, noise on a fixed action.
 
 How much they explore are buffers of the module, so that it travels with the weights to the runners.
 """

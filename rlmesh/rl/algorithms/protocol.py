@@ -45,7 +45,7 @@ Need = Literal["critic", "reference", "greedy"]
 the reward of a greedy response to each prompt."""
 
 Responses = Literal["sampled", "given", "pairs", "ranked"]
-"""Where responses come from. ``sampled``: from the engines. The others are in the data: ``given``, one per prompt;
+"""Origins of responses. ``sampled``: from the engines. The others are in the data: ``given``, one per prompt;
 ``pairs``, the chosen and the rejected one; ``ranked``, a pair of which only the values of whole responses count."""
 
 PolicyLoss = Literal["ppo", "gspo", "cispo", "sapo"]
@@ -198,7 +198,7 @@ class Algorithm:
 
     @property
     def responses(self) -> Responses:
-        """Where the responses come from."""
+        """The origin of the responses."""
         return "sampled"
 
     @property

@@ -90,7 +90,7 @@ def sampling_settings(run: Any) -> dict[str, Any]:
 
 
 def changes(before: Mapping[str, Any], now: Mapping[str, Any], step: int) -> str:
-    """What differs, for people; empty if nothing does.
+    """The differences between settings, for people; empty without any.
 
     Args:
         before: the settings of the run that wrote a checkpoint.

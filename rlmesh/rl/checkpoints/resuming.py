@@ -1,4 +1,4 @@
-"""How a run goes on: the step to which all roles go, the trainer's objects as they were, and settings that differ."""
+"""Resuming a run: the step to which all roles go, the trainer's objects as they were, and settings that differ."""
 
 from __future__ import annotations
 

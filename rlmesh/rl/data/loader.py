@@ -91,7 +91,7 @@ class PromptLoader:
         return Drawn((epoch, index), in_epoch(epoch, index) if in_epoch else self.data[index])
 
     def position(self, steps: int) -> dict[str, int]:
-        """Where a run is in its data after a number of steps: seed, epoch, index of the next prompt in the epoch's
+        """The place of a run in its data after a number of steps: seed, epoch, index of the next prompt in the epoch's
         order, and the number of prompts of an epoch."""
         epoch, index = divmod(steps * self.batch_size, len(self.data))
         return {"seed": self.seed, "epoch": epoch, "index": index, "prompts": len(self.data)}

@@ -364,7 +364,7 @@ class TransformersEngine:
         self._asleep = None
 
     def reset_prefix_cache(self) -> None:
-        """Has no effect: a cache lives as long as its batch."""
+        """Do nothing: a cache lives as long as its batch."""
 
     def metrics(self) -> Mapping[str, float]:
         return {"generated_tokens": float(self._tokens), "generating_s": self._busy_s}

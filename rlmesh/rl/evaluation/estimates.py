@@ -1,4 +1,4 @@
-"""What k samples per prompt are worth, estimated from n ≥ k samples. NumPy only; `rlmesh.rl.reference` has twins."""
+"""Estimates of mean@k, pass@k and maj@k from n ≥ k samples per prompt. NumPy only; `rlmesh.rl.reference` has twins."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ __all__ = ["SampleSettings", "ValidationSettings"]
 
 @dataclass(frozen=True)
 class ValidationSettings:
-    """How validation prompts are answered and counted.
+    """Settings of validation: how prompts are answered and counted.
 
     Attributes:
         samples: responses per prompt.

@@ -15,7 +15,7 @@ SUSPECT_DEATHS = 2
 
 @dataclass(eq=False)
 class _Load:
-    """What one engine does.
+    """The work of one engine.
 
     Attributes:
         up: it may be asked.
@@ -161,7 +161,7 @@ class EngineLoads:
             load.idle_since = now if full and load.up and not load.busy else None
 
     def described(self) -> str:
-        """What each engine does, for people."""
+        """The work of each engine, for people."""
         return "; ".join(
             f"engine {rank} {f'samples {len(load.busy)} groups' if load.up else 'has no weights'}"
             for rank, load in sorted(self._loads.items())

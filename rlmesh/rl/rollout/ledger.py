@@ -214,7 +214,7 @@ class Ledger:
         self._do(work)
 
     def troubles(self, sign: str) -> tuple[dict[int, int], dict[int, str]]:
-        """What earlier lines of the same prompts know about those that kill: deaths by position, and reasons that begin
+        """The troubles of earlier lines of the same prompts: deaths by position, and reasons that begin
         with ``sign``."""
 
         def work(connection: sqlite3.Connection) -> tuple[dict[int, int], dict[int, str]]:
@@ -332,7 +332,7 @@ def read_rows(path: Path, *, void: bool = False) -> Iterator[LedgerRow]:
 
 
 def faults_of(path: Path) -> list[str]:
-    """What is wrong with the surviving history of a run, one sentence each; empty if all of this holds.
+    """Faults of the surviving history of a run, one sentence each; empty if all of this holds.
 
     Every slot that precedes a trained one is trained, dropped or failed, so none is lost. No prompt is in two slots of
     an epoch. Steps follow each other without a gap, each with a whole batch, in drawing order. No group is staler than

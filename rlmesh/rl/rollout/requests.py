@@ -14,7 +14,7 @@ from rlmesh.rl.types import Episode
 __all__ = ["Engines", "ErrorKind", "GroupRequest", "Verdict", "requests_of", "sample_seed"]
 
 ErrorKind = Literal["died", "no weights", "error"]
-"""What an error of a request means: the engine's process died, it has no weights to sample with, or anything else."""
+"""Meanings of an error of a request: the engine's process died, it has no weights to sample with, or anything else."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ class GroupRequest:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What becomes of a scored group.
+    """The decision on a scored group.
 
     Attributes:
         state: ``kept``: it is trained; ``dropped``: it teaches nothing; ``failed``: it has no reward; ``died``: the
@@ -64,7 +64,7 @@ class Engines(Protocol):
         ...
 
     def kind_of(self, error: BaseException) -> ErrorKind:
-        """What an error of `ask` means."""
+        """The meaning of an error of `ask`."""
         ...
 
 

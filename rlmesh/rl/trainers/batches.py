@@ -103,7 +103,7 @@ def shares_of(packs: Packs, batch: Evaluated, weights: TokenWeights, *, minibatc
 
 
 def value_metrics(batch: Evaluated, weights: TokenWeights) -> dict[str, float]:
-    """How well a critic's values explain the returns; empty without a critic.
+    """The share of the returns that a critic's values explain; empty without a critic.
 
     The explained variance is ``1 − Var(R − V) / Var(R)`` over the tokens that count: 1 for exact values, 0 for a
     constant, and below 0 for values that are worse than a constant.

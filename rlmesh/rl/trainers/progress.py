@@ -17,7 +17,7 @@ __all__ = ["MODEL", "SUMMARY", "Progress", "finished_steps", "trained_role_resta
 
 FILE = "progress.json"
 SUMMARY, MODEL = "summary.json", "model"
-"""What a run leaves at its end: a file with its last metrics, and the folder of the policy."""
+"""Files that a run leaves at its end: a file with its last metrics, and the folder of the policy."""
 RESTART_NEWS_S = 2.0
 """Seconds that a failed call waits for the news that a restart was its cause."""
 

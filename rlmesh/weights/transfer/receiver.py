@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 CLOSE_S = 2.0
 ORDER_WAIT_S = 0.02
-"""How long a sink waits for the source rank that it should read first. The push ends with the last rank anyway."""
+"""Seconds that a sink waits for the source rank that it should read first. The push ends with the last rank anyway."""
 
 Tap = Callable[[str, int], None]
 """A hook of tests: called with the name of a step and a bucket's number; may raise, wait, or end the process."""

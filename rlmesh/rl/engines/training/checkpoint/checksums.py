@@ -14,7 +14,7 @@ __all__ = ["FileSum", "damage_of", "sums_from", "sums_of"]
 
 @dataclass(frozen=True, slots=True)
 class FileSum:
-    """What a file must be.
+    """The expected size and checksum of a file.
 
     Attributes:
         size_bytes: its length.
