@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
-from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -42,6 +41,7 @@ from rlmesh.rl.trainers.batches import (
     lengths_of,
     matrix_of,
     packs_of,
+    parts_of,
     shares_of,
     value_metrics,
 )
@@ -158,12 +158,13 @@ class Trainer:
         self.publish()
         self.finish(step, metrics | self.buffer.report() | {"step_time_s": time.perf_counter() - began})
         self.buffer.advance(step)
+        self.validation.begin(ahead=True)
 
     # Stages of a step.
 
     def connect(self) -> None:
         """Let the buffer sample by the engines. A trainer with its own `draw` samples by that."""
-        run, in_turn, own = self.settings, self.in_turn, type(self).draw is not Trainer.draw
+        run, in_turn, own = self.settings, self.in_turn, self.samples_itself
         self.buffer.connect(
             OwnSampling(lambda prompts, seed: self.generate(prompts, seed=seed))
             if own else role_engines(run, self.group("ROLLOUT") or self.actor, in_turn=in_turn),
@@ -266,11 +267,7 @@ class Trainer:
     def ask(self, role: Any, method: str, packs: Packs, *given: Any) -> Any:
         """Call a method of all members of a role. Each gets its rank's packs, or, if the packs were made for another
         number of ranks, an equal part of all packs. ``given`` is the same for all."""
-        shares: list[list[Any]] = [list(own) for own in packs.by_rank]
-        if len(shares) != len(role):
-            flat = [one for own in shares for one in own]
-            edges = [len(flat) * number // len(role) for number in range(len(role) + 1)]
-            shares = [flat[start:end] for start, end in pairwise(edges)]
+        shares = parts_of(packs, len(role))
         return role.call(method, shares, *([each] * len(shares) for each in given), _scatter=True)
 
     def train(self, packs: dict[str, list[Packs]], batch: Evaluated, weights: TokenWeights) -> dict[str, float]:
@@ -366,8 +363,7 @@ class Trainer:
         return True
 
     def validate(self) -> dict[str, float]:
-        """Rewards of responses to the validation prompts, by the weights that the engines serve; empty without
-        validation data."""
+        """Rewards of responses to the validation prompts, by the engines' weights; empty without validation data."""
         return self.validation.run(self.version)
 
     def export(self) -> None:
@@ -450,6 +446,11 @@ class Trainer:
         return any(any(role.call("shares_devices").result()) for role in (self.actor, self.engines))
 
     @property
+    def samples_itself(self) -> bool:
+        """True if the trainer has a `draw` of its own, by which it samples in the place of the engines."""
+        return type(self).draw is not Trainer.draw
+
+    @property
     def in_turn(self) -> bool:
         """True if the engines share their devices with other roles."""
         return self.engines is self.actor or self.shares
@@ -495,5 +496,4 @@ class Trainer:
 
     def text_of(self, ids: Sequence[int]) -> str:
         """The text of tokens, for people who read samples."""
-        text: str = self.tokenizer.decode(ids, skip_special_tokens=False)
-        return text
+        return str(self.tokenizer.decode(ids, skip_special_tokens=False))
