@@ -43,9 +43,11 @@ def kill_process_of_vllm(run_dir: Path, mark: str, gone: threading.Event) -> Non
             continue
         for pid in filter(str.isdigit, os.listdir("/proc")):
             with suppress(OSError):
-                if f"{MARK}={mark}\0".encode() not in Path(f"/proc/{pid}/environ").read_bytes():
+                if b"EngineCore" not in Path(f"/proc/{pid}/cmdline").read_bytes():
                     continue
-                if b"EngineCore" in Path(f"/proc/{pid}/cmdline").read_bytes():
+                # The process writes its title over its own environment.
+                parent = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1]
+                if f"{MARK}={mark}\0".encode() in Path(f"/proc/{parent}/environ").read_bytes():
                     os.kill(int(pid), signal.SIGKILL)
                     gone.set()
                     return

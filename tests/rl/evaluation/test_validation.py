@@ -69,7 +69,12 @@ def test_any_pipeline_validates_in_the_background(told: Recorded, staleness: int
     order: list[str] = []
     made = trainer(schedule=SimpleNamespace(staleness=staleness))
     made.buffer = SimpleNamespace(await_idle=lambda: order.append("idle"))
-    made.validation.run = lambda step: order.append(f"validates {step}") or {}
+
+    def validate(step: int) -> dict[str, float]:
+        order.append(f"validates {step}")
+        return {}
+
+    made.validation.run = validate
     assert made.validation.postpone(2)
     link: Any = None
     with acting_as(WorkerContext(JobInfo("job", "id", None), "TRAINER", 0, 1, link)):

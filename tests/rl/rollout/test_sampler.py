@@ -435,7 +435,7 @@ def test_answers_that_come_slowly_are_waited_for(tmp_path: Path) -> None:
             clock[0] += 9.0
             answered(*given)
 
-        made.sampler._scored = slowly  # type: ignore[method-assign]
+        made.sampler._scored = slowly  # type: ignore[method-assign, assignment]
         for step in range(1, 4):
             made.begin(step - 1) if step == 1 else None
             made.step(step)
