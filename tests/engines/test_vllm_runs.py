@@ -18,13 +18,14 @@ from rlmesh.rl.algorithms import GRPO
 from rlmesh.rl.rewards import Reward, Score
 from rlmesh.rl.rollout.ledger import LEDGER, faults_of, read_rows
 from rlmesh.rl.samples.files import read_file, sample_files
+from rlmesh.rl.trainers.progress import Progress
 from rlmesh.rl.trainers.run import Run
 from rlmesh.rl.trainers.settings import ActorSettings, RolloutSettings
 from tests.engines.test_rollout_engines import with_vllm
 from tests.rl.conftest import make_tiny
+from tests.rl.rollout.kills import MARK, members
 
-MARK = "RLMESH_TEST_VLLM"
-STEPS, BATCH = 8, 4
+STEPS, BATCH = 12, 4
 ROWS = [{"prompt": "abcd"[place % 4] * (1 + place // 4) + ">"} for place in range(16)]
 SIZES = {"hidden_size": 128, "intermediate_size": 256, "num_key_value_heads": 4, "max_position_embeddings": 512}
 
@@ -33,24 +34,23 @@ def letters(response: str) -> Score:
     return Score(response.count("a") / 160)
 
 
-def kill_process_of_vllm(run_dir: Path, mark: str, gone: threading.Event) -> None:
+def kill_process_of_vllm(run_dir: Path, mark: str, killed: list[int]) -> None:
     """Kill the process of an engine once the run has made two steps."""
     until = time.monotonic() + 200
-    metrics = run_dir / "metrics.jsonl"
-    while time.monotonic() < until:
+    while Progress.read(run_dir).step < 2 if run_dir.exists() else True:
+        if time.monotonic() > until:
+            return
         time.sleep(0.05)
-        if not metrics.exists() or '"step": 2,' not in metrics.read_text():
-            continue
-        for pid in filter(str.isdigit, os.listdir("/proc")):
-            with suppress(OSError):
-                if b"EngineCore" not in Path(f"/proc/{pid}/cmdline").read_bytes():
-                    continue
-                # The process writes its title over its own environment.
-                parent = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1]
-                if f"{MARK}={mark}\0".encode() in Path(f"/proc/{parent}/environ").read_bytes():
-                    os.kill(int(pid), signal.SIGKILL)
-                    gone.set()
-                    return
+    parents = {pid for pid, _ in members(mark, ("ROLLOUT",))}
+    found = []
+    for pid in map(int, filter(str.isdigit, os.listdir("/proc"))):
+        with suppress(OSError):
+            fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+            if int(fields[1]) in parents and pid not in parents:
+                found.append((int(fields[21]), pid))
+    if found:  # the largest child of the member is vLLM's process
+        killed.append(max(found)[1])
+        os.kill(killed[0], signal.SIGKILL)
 
 
 @with_vllm
@@ -70,14 +70,14 @@ def test_an_asynchronous_run_with_an_engine_that_loses_its_process(
         max_prompt_tokens=16, actor=ActorSettings(lr=1e-3),
         rollout=RolloutSettings("vllm-async", max_tokens=160, in_flight=6, options=options),
     )  # fmt: skip
-    gone = threading.Event()
-    killer = threading.Thread(target=kill_process_of_vllm, args=(tmp_path / "run", mark, gone))
+    killed: list[int] = []
+    killer = threading.Thread(target=kill_process_of_vllm, args=(tmp_path / "run", mark, killed))
     killer.start()
     try:
         run.submit("vllm", view="plain", run_dir=tmp_path / "run")
     finally:
         killer.join()
-    assert gone.is_set(), "no process was found to kill"
+    assert killed, "no process was found to kill"
     assert faults_of(tmp_path / "run" / LEDGER) == []
     rows = list(read_rows(tmp_path / "run" / LEDGER))
     assert [row.state for row in rows if row.state not in ("trained", "drawn", "sampling", "sampled")] == []

@@ -180,6 +180,27 @@ def test_a_group_whose_engine_dies_is_asked_for_elsewhere(tmp_path: Path, pipeli
         assert sum(report["buffer/asked_again"] for report in made.reports) >= 1
 
 
+@pytest.mark.parametrize("pipeline", PIPELINES)
+def test_engines_join_and_leave_between_pushes(tmp_path: Path, pipeline: str) -> None:
+    """Engine 1 leaves with all that it samples; later two others come."""
+    engines = FakeEngines(2, tenfold)
+    with loop(tmp_path, engines, pipeline) as made:
+        made.begin()
+        made.step(1)
+        engines.count = 1
+        engines.kill(1)
+        for step in range(2, 5):
+            made.step(step)
+        before = len(engines.asked)
+        engines.count = 3
+        for step in range(5, STEPS + 1):
+            made.step(step)
+        made.ledger.flush()
+        assert {rank for rank, _, _ in engines.asked[before:]} == {0, 1, 2}
+        assert faults_of(made.path) == []
+        assert [place for taken in made.taken for place in taken] == list(range(SIZE * STEPS))
+
+
 def test_the_only_engine_dies_and_gets_weights_again(tmp_path: Path) -> None:
     killed: list[int] = []
 
