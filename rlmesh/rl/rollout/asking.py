@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from rlmesh.rl.rollout.buffer import GroupSlot
 
-__all__ = ["Ended", "EngineLoads"]
+__all__ = ["EngineLoads", "RequestEnd"]
 
 SHOWN = 8
 """Positions that the description of an engine's work names."""
@@ -36,7 +36,7 @@ class _Load:
     loss: int = 0
 
 
-class Ended(NamedTuple):
+class RequestEnd(NamedTuple):
     """The end of a request.
 
     Attributes:
@@ -151,7 +151,7 @@ class EngineLoads:
         load.busy |= {slot.position: slot for slot in slots}
         load.alone, load.asked_at = any(slot.suspect for slot in slots), now
 
-    def end(self, rank: int, slots: Sequence[GroupSlot], *, lost: bool = False) -> Ended:
+    def end(self, rank: int, slots: Sequence[GroupSlot], *, lost: bool = False) -> RequestEnd:
         """Note that an engine no longer samples these slots.
 
         Args:
@@ -167,7 +167,7 @@ class EngineLoads:
             load.up = False
             if self._round_size:
                 self._lost.append(list(slots))
-        return Ended(alone, load.loss if lost else 0)
+        return RequestEnd(alone, load.loss if lost else 0)
 
     def measure(self, now: float, *, full: bool) -> None:
         """Add up the time for which engines wait.

@@ -33,7 +33,7 @@ from typing import Any
 import numpy as np
 
 from rlmesh.rl.data.loader import Drawn
-from rlmesh.rl.rollout.asking import Ended, EngineLoads
+from rlmesh.rl.rollout.asking import EngineLoads, RequestEnd
 from rlmesh.rl.rollout.buffer import GroupSlot, SampleBuffer
 from rlmesh.rl.rollout.pipeline import Pipeline
 from rlmesh.rl.rollout.requests import Engines, ErrorKind, GroupRequest, Verdict, sample_seed
@@ -389,7 +389,7 @@ class Sampler:
             for slot in slots:
                 self._lost(slot, kind, ended, told)
 
-    def _lost(self, slot: GroupSlot, kind: ErrorKind, ended: Ended, told: str) -> None:
+    def _lost(self, slot: GroupSlot, kind: ErrorKind, ended: RequestEnd, told: str) -> None:
         """Note that a group must be sampled again, or that it is to blame."""
         died, crashed = kind != "no weights", kind == "crashed"
         deaths = self.buffer.deaths.get(slot.position, 0) + died
