@@ -53,7 +53,8 @@ class RolloutRole(PlaysEpisodes, TakesTurns, ReceivesWeights):
     def teardown(self) -> None:
         self.close_episodes()
         self.close_weights()
-        self.engine.close()
+        if "engine" in self.__dict__:
+            self.engine.close()
 
     def make_engine(self) -> RolloutEngine:
         """An engine that serves nothing before the first push of weights."""

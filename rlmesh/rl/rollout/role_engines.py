@@ -3,20 +3,32 @@
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any
 
-from rlmesh.errors import CallError, PeerLost, Restarting, StaleIncarnation, WeightsNotReady
+from rlmesh.errors import (
+    CallError,
+    CallTimeout,
+    PeerLost,
+    Restarting,
+    SourceRestarted,
+    StaleIncarnation,
+    WeightsNotReady,
+    WeightSyncError,
+)
 from rlmesh.rl.engines.rollout import SamplingParams
 from rlmesh.rl.rollout.requests import ErrorKind, GroupRequest
 from rlmesh.rl.types import Episode
 
-__all__ = ["LOST", "OwnSampling", "RoleEngines", "kind_of"]
+__all__ = ["LOST", "PUSHES", "OwnSampling", "RoleEngines", "kind_of", "push_to_all"]
 
 LOST = (PeerLost, StaleIncarnation, Restarting)
 """Errors of calls to a member whose process died, or was replaced."""
+PUSHES = 5
+"""Attempts of a push during which engines are lost."""
 CRASH = re.compile(r"exited with code|killed by SIG(?:ABRT|BUS|FPE|ILL|SEGV|SYS|TRAP)\b|\(out of memory")
 """Ends of a process that a prompt may have caused, as `PeerLost.reason` tells them. Other signals come from outside."""
 
@@ -61,6 +73,39 @@ def kind_of(error: BaseException) -> ErrorKind:
         return "no weights"
     how = error.reason.partition("; its last lines")[0] if isinstance(error, PeerLost) else ""
     return "crashed" if CRASH.search(how) else "died"
+
+
+def push_to_all(
+    push: Callable[[], object], before: Callable[[], object], after: Callable[[], object], *, wait_s: float,
+    clock: Callable[[], float] = time.monotonic,
+) -> None:  # fmt: skip
+    """Make a push of weights, and make it again if an engine is lost meanwhile, or as long as one has not started.
+
+    Args:
+        push: makes one attempt, which waits for engines for some time.
+        before, after: called before each attempt, and after one that failed.
+        wait_s: the most seconds for which engines that start are waited for; a large model takes minutes to load.
+        clock: seconds.
+
+    Raises:
+        WeightSyncError: the push failed for another reason, engines were lost again and again, or did not start.
+    """
+    began, losses = clock(), 0
+    while True:
+        before()
+        try:
+            push()
+            return
+        except SourceRestarted:
+            raise
+        except WeightSyncError as error:
+            cause = error.__cause__
+            starts = isinstance(cause, CallTimeout) and CallError.details(cause).executed == "no"
+            losses += not starts
+            lost = error.receiver is not None or isinstance(cause, LOST)
+            if not (starts and clock() - began < wait_s) and not (lost and losses < PUSHES):
+                raise
+        after()
 
 
 class OwnSampling:

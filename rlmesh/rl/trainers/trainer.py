@@ -31,7 +31,7 @@ from rlmesh.rl.roles.defaults import keep_objects, run_settings
 from rlmesh.rl.rollout.episodes.plan import EpisodePlan
 from rlmesh.rl.rollout.episodes.spreading import EpisodeSpread, episode_report
 from rlmesh.rl.rollout.requests import requests_of
-from rlmesh.rl.rollout.role_engines import LOST, OwnSampling
+from rlmesh.rl.rollout.role_engines import PUSHES, OwnSampling, push_to_all
 from rlmesh.rl.rollout.run_sampling import RunSampling, role_engines
 from rlmesh.rl.samples.writer import SampleWriter
 from rlmesh.rl.trainers.batches import (
@@ -54,7 +54,6 @@ if TYPE_CHECKING:
 
 __all__ = ["Trainer"]
 
-PUSHES = 5
 UNCORRECTED = "samples of older weights are trained on as they are; set algorithm.correction=token to weigh them"
 
 
@@ -329,18 +328,8 @@ class Trainer:
 
     def _push(self, push: Callable[[], object]) -> None:
         """Make a push, and make it again if an engine is lost meanwhile: the next attempt waits for its return."""
-        for attempt in range(PUSHES):
-            self.hold(self.engines)
-            try:
-                push()
-                return
-            except SourceRestarted:
-                raise
-            except WeightSyncError as error:
-                lost = error.receiver is not None or isinstance(error.__cause__, LOST)
-                if not lost or attempt == PUSHES - 1:
-                    raise
-                self.hold(None)
+        wait_s = self.settings.rollout.deadline_s
+        push_to_all(push, lambda: self.hold(self.engines), lambda: self.hold(None), wait_s=wait_s)
 
     def finish(self, step: int, metrics: dict[str, float]) -> None:
         """Validate and report, note on disk that the step is done, and complete its checkpoint."""
