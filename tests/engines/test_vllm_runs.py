@@ -26,6 +26,7 @@ from tests.rl.conftest import make_tiny
 from tests.rl.rollout.kills import MARK, members
 
 STEPS, BATCH = 12, 4
+LIMIT_S = 500.0
 ROWS = [{"prompt": "abcd"[place % 4] * (1 + place // 4) + ">"} for place in range(16)]
 SIZES = {"hidden_size": 128, "intermediate_size": 256, "num_key_value_heads": 4, "max_position_embeddings": 512}
 
@@ -36,7 +37,7 @@ def letters(response: str) -> Score:
 
 def kill_process_of_vllm(run_dir: Path, mark: str, killed: list[int]) -> None:
     """Kill the process of an engine once the run has made two steps."""
-    until = time.monotonic() + 200
+    until = time.monotonic() + LIMIT_S
     while Progress.read(run_dir).step < 2 if run_dir.exists() else True:
         if time.monotonic() > until:
             return
@@ -54,7 +55,7 @@ def kill_process_of_vllm(run_dir: Path, mark: str, killed: list[int]) -> None:
 
 
 @with_vllm
-@pytest.mark.timeout(420)
+@pytest.mark.timeout(600)
 def test_an_asynchronous_run_with_an_engine_that_loses_its_process(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
