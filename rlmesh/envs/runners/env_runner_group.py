@@ -9,12 +9,14 @@ import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from rlmesh import DLJobBuilder, JobHandle, MemberHandle, RoleGroup, Runtime
 from rlmesh.envs.batches.sample_batch import SampleBatch
 from rlmesh.envs.environments.registry import EnvCreator, env_creator_of
 from rlmesh.envs.modules.policy import Policy
+from rlmesh.envs.runners.creation import make_runner
 from rlmesh.envs.runners.env_runner import EnvRunner, is_count
 from rlmesh.envs.runners.episode_stats import EpisodeStats
 from rlmesh.envs.runners.remote import RemoteEnvRunner
@@ -69,7 +71,7 @@ class EnvRunnerGroup:
         self.num_env_runners, self.timeout_s = num_env_runners, sample_timeout_s
         # The local runner of a group with remote ones holds the weights; one environment tells it the spaces.
         local = {**given, "num_envs": 1} if num_env_runners else given
-        self.local_env_runner = EnvRunner(**local)
+        self.local_env_runner = make_runner(**local)
         self._version = 0
         self.local_env_runner.weights_version = 0
         self._weights: Any = None
@@ -97,6 +99,18 @@ class EnvRunnerGroup:
     def num_remote_workers(self) -> int:
         """Number of remote runners."""
         return self.num_env_runners
+
+    def connection(self) -> tuple[str, str]:
+        """Address and key file of the job, for an `ExternalEnvClient`. The key file is for your user alone.
+
+        Raises:
+            UsageError: there are no remote runners, so there is no job.
+        """
+        found = None if self._handle is None else self._handle.address_and_key()
+        if found is None:
+            raise UsageError("connection(): there is no job; set num_env_runners to at least 1")
+        address = found[0]
+        return address, str(Path(address.removeprefix("unix://")).with_name("key"))
 
     def sample(self, num_steps: int | None = None, *, num_episodes: int | None = None) -> SampleBatch:
         """A batch of all runners: the remote ones at the same time, or the local one if there are none.
