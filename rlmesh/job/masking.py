@@ -38,9 +38,10 @@ _GAP = r"['\"]?\s{0,8}[:=]\s{0,8}['\"]?"
 _VALUE = r"[^\s'\",;}&]+"
 
 _HINT = re.compile(
-    r"://|token|secret|pass|key|auth|bearer|credential|sig|AKIA|\b(?:sk|hf|gh[pos]|glpat|xox[bp])[-_]", re.I
+    r"://|token|secret|pass|key|auth|bearer|credential|[?&]sig|AKIA|\b(?:sk|hf|gh[pos]|github_pat|glpat|xox[bp])[-_]",
+    re.I,
 )
-"""A text without any of these has nothing to mask."""
+"""A text without any of these has nothing to mask. ``ended by signal 9`` has none: news of a death compile nothing."""
 _known: set[str] = set()
 
 

@@ -87,6 +87,7 @@ class ActorSettings:
         minibatches: optimizer steps of a pass, each on an equal share of the prompts.
         token_budget: the most tokens of one forward and backward pass on a rank.
         activation_checkpointing: recompute activations in the backward pass.
+        use_liger_kernel: use the fused layers of Liger; ``None``: on a GPU, if Liger is installed and knows the model.
         precision: of forward and backward passes.
         threads: of each rank's CPU work; 0: torch's default.
         lora: train an adapter, and push the adapter alone to engines of transformers.
@@ -102,6 +103,7 @@ class ActorSettings:
     minibatches: int = 1
     token_budget: int = 8192
     activation_checkpointing: bool = False
+    use_liger_kernel: bool | None = None
     precision: Precision = "float32"
     threads: int = 1
     lora: LoraSettings = field(default_factory=LoraSettings)

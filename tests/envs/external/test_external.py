@@ -266,7 +266,7 @@ def test_jobs_without_external_environments_refuse_clients(tmp_path: Path) -> No
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["PPO", "DQN"])
+@pytest.mark.parametrize("name", ["PPO", pytest.param("DQN", marks=pytest.mark.soak)])
 def test_external_cartpoles_are_learnt(name: str) -> None:
     spaces = gym.make("CartPole-v1")
     config: Any = PPOConfig() if name == "PPO" else DQNConfig()
