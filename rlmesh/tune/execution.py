@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 from rlmesh import DLJobBuilder, RoleGroup, rpc
 from rlmesh.envs import Algorithm
-from rlmesh.envs.runners.env_runner_group import _outside_of_loops
+from rlmesh.envs.runners.jobs import outside_of_loops
 from rlmesh.errors import PeerLost
 
 __all__ = ["Answer", "LocalSlot", "RemoteSlot", "TrialRunner", "remote_slots"]
@@ -182,7 +182,7 @@ def remote_slots(number: int, run_dir: str | None) -> Iterator[list[Any]]:
 
     try:
         entered: list[Any] = []
-        _outside_of_loops(lambda: entered.extend(enter()))
+        outside_of_loops(lambda: entered.extend(enter()))
         yield entered
     finally:
-        _outside_of_loops(leave)
+        outside_of_loops(leave)
