@@ -120,7 +120,7 @@ class TailRollout(RolloutRole):
         settings: Any = self.run_settings
         gpu = bool(settings.devices_per_node)
         device = torch.device("cuda" if gpu else "cpu")
-        dtype = torch.bfloat16 if gpu else torch.float32
+        dtype = getattr(torch, settings.rollout.dtype)
         model = AutoModelForCausalLM.from_pretrained(settings.model, dtype=dtype).eval().to(device)
         mode: dict[str, Any] = {"mode": "in_place"} if self.turns.leased else {}
         if not settings.schedule.drains:
@@ -248,11 +248,14 @@ def main() -> None:
                 lr=1e-6, token_budget=32768 if gpu else 4096, precision="bfloat16" if gpu else "float32",
                 activation_checkpointing=gpu, epochs=args.epochs or 1, threads=4 if gpu else 1,
             ),
-            rollout=RolloutSettings(max_tokens=MOST_TIMES * args.median, threads=4 if gpu else 1),
+            rollout=RolloutSettings(
+                max_tokens=MOST_TIMES * args.median, dtype="bfloat16" if gpu else "float32", threads=4 if gpu else 1
+            ),
         )  # fmt: skip
         where = torch.cuda.get_device_name() if gpu else "CPU"
-        print(f"{where}, torch {torch.__version__}; shape {args.shape}, {args.prompts} prompts of "
-              f"{args.prompt_tokens} tokens × {args.samples} responses, median {args.median}, at most {MOST_TIMES * args.median}")  # fmt: skip
+        lengths = f"median {args.median}, at most {MOST_TIMES * args.median} tokens"
+        print(f"{where}, torch {torch.__version__}; shape {args.shape}, {args.samples} responses each, {lengths}")
+        print(f"{args.prompts} prompts of {args.prompt_tokens} tokens, {args.steps} steps")
         if not args.epochs:
             once = measure(base, replace(run, steps=LEFT_OUT + 3))
             rest = once.step_s - once.sampling_s - once.actor_s()

@@ -30,8 +30,9 @@ _ABOUT_TOKENS = re.compile(r"token|key", re.I)
 _NUMBER = re.compile(r"[-+]?\d+(?:\.\d*)?(?:e[-+]?\d+)?", re.I)
 
 # Repetitions are bounded, so that matching takes linear time.
+# The weight embed_tokens.weight is no token.
 _NAMED = (
-    r"[\w.-]{0,40}(?:token(?!iz|is)|secret|passw|passphrase|credential|api[_-]?key|access[_-]?key|private[_-]?key)"
+    r"[\w.-]{0,40}(?:token(?!iz|is|s\.)|secret|passw|passphrase|credential|api[_-]?key|access[_-]?key|private[_-]?key)"
     r"[\w.-]{0,40}"
 )
 _GAP = r"['\"]?\s{0,8}[:=]\s{0,8}['\"]?"

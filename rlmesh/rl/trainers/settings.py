@@ -186,6 +186,7 @@ class RolloutSettings:
             [0, 1). Samples carry the probability of all tokens that are kept, so that ratios are of whole vocabularies.
         stop: texts that end a response, also in validation; the response ends with the token that completes one.
         stop_token_ids: tokens that end a response, also in validation, besides the model's own end token.
+        dtype: of the engine's weights; the actor has float32, and a push casts its weights to this type.
         threads: of each engine's CPU work; 0: torch's default.
         options: further keyword arguments of the engine.
         time_limit_s: seconds after which a response ends with the tokens that it has, and the reason ``time``; 0: none.
@@ -207,6 +208,7 @@ class RolloutSettings:
     min_p: float = 0.0
     stop: str | Sequence[str] = ()
     stop_token_ids: Sequence[int] = ()
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     threads: int = 1
     options: Mapping[str, Any] = field(default_factory=dict)
     time_limit_s: float = 0.0
@@ -243,6 +245,11 @@ class RolloutSettings:
             yield f"stop_token_ids={self.stop_token_ids!r} must be a list of token ids: whole numbers ≥ 0"
         if self.threads < 0:
             yield f"threads={self.threads} must be ≥ 0"
+
+    @property
+    def casts(self) -> bool:
+        """True if the engines' weights may have another dtype than the actor's."""
+        return self.dtype != "float32" or "dtype" in self.options
 
     @property
     def stops(self) -> tuple[str, ...]:
