@@ -24,6 +24,8 @@ from rlmesh.tune.trial import Stop, Trial
 
 __all__ = ["TrialsFailed", "run"]
 
+OWN_JOBS = ("num_env_runners", "num_learners", "evaluation_num_env_runners")
+"""Settings that start a job if they are not 0."""
 SEED = 0
 """Seed of searches without one, so that a search can be repeated."""
 
@@ -62,7 +64,7 @@ def run(
         metric: what the best trial is chosen by, and what a study optimizes; the mean return by default.
         mode: ``"max"`` or ``"min"`` of the metric.
         search_alg: an `OptunaSearch`; None: grids and random values.
-        max_concurrent_trials: trials at once; None: as many as there are cores for them and their runners.
+        max_concurrent_trials: trials at once; None: as many as there are cores, and 1 for trials with remote runners.
         time_budget_s: seconds after which no trial goes on, as after Ctrl-C.
         seed: of the random values; None: 0. Trainings are seeded by ``debugging(seed=…)``.
         max_failures: how often a failed trial of a search begins again, from its last checkpoint if there is one.
@@ -227,6 +229,15 @@ def _cores() -> int:
 
 
 def _at_once(asked: int | None, settings: _Settings, number: int) -> int:
-    runners = settings.config["num_env_runners"]
-    each = 1 + (runners if isinstance(runners, int) else 0)
-    return max(1, min(number, _cores() // each if asked is None else asked))
+    """Number of trials at once. Those that start jobs of their own are trained in this process, one at a time.
+
+    Raises:
+        UsageError: several at once were asked for, and their settings need jobs.
+    """
+    needs = [name for name in OWN_JOBS if settings.config.get(name, 0) != 0]
+    if needs and (asked or 1) > 1:
+        raise UsageError(
+            f"tune.run(max_concurrent_trials={asked}): with {needs[0]}={settings.config[needs[0]]!r} each trial starts "
+            f"a job, which it cannot do within one; set {needs[0]}=0, or max_concurrent_trials=1"
+        )
+    return max(1, min(number, 1 if needs else _cores() if asked is None else asked))

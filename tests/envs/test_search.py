@@ -246,6 +246,10 @@ def test_wrong_searches_are_refused_before_anything_runs(tmp_path: Path) -> None
         ({"config": SMALL, "mode": "most"}, "'max' or 'min'"),
         ({"config": SMALL, "search_alg": tune.OptunaSearch()}, "no setting is a search space"),
         ({"config": searched, "restore": tmp_path}, "is for one trial"),
+        (
+            {"config": {**SMALL, "num_env_runners": 1}, "num_samples": 2, "max_concurrent_trials": 2},
+            "num_env_runners=1 each trial starts a job",
+        ),
         ({"config": {**SMALL, "lr": {"grid_search": [1e-3]}}, "resume": True, "storage_path": tmp_path}, "no search"),
     ):
         with pytest.raises(UsageError, match=says):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
 import threading
@@ -194,14 +196,17 @@ def test_wrong_calls_are_refused() -> None:
         scaled.call("c", "log_action", "e", obs(0, 0), np.array([1.5], np.float32))
 
 
-@pytest.fixture(scope="module")
-def group(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EnvRunnerGroup]:
-    folder = tmp_path_factory.mktemp("job")
-    with EnvRunnerGroup(
+def started(folder: Path) -> EnvRunnerGroup:
+    return EnvRunnerGroup(
         policy_class=Alternating, env_creator=ExternalEnv(*SPACES), num_env_runners=1, infos=False, seed=0,
         run_dir=str(folder / "run"), sample_timeout_s=HANG_S,
-    ) as started:  # fmt: skip
-        yield started
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def group(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EnvRunnerGroup]:
+    with started(tmp_path_factory.mktemp("job")) as running:
+        yield running
 
 
 def test_a_client_waits_for_the_next_batch(group: EnvRunnerGroup) -> None:
@@ -257,6 +262,32 @@ def test_nobody_connects_without_the_key(group: EnvRunnerGroup) -> None:
         ExternalEnvClient(address, timeout_s=5)
 
 
+@pytest.mark.slow
+def test_a_client_goes_on_when_the_runner_died(tmp_path: Path) -> None:
+    with started(tmp_path) as group:
+        goes_on(group)
+
+
+def goes_on(group: EnvRunnerGroup) -> None:
+    address, key_file = group.connection()
+    with ThreadPoolExecutor(1) as pool, ExternalEnvClient(address, key_file, timeout_s=HANG_S) as client:
+        (pid,) = group.foreach_worker(lambda runner: os.getpid(), local_env_runner=False)
+        sampled = pool.submit(group.sample, 3)
+        episode = client.start_episode()
+        client.get_action(episode, obs(1, 0))
+        os.kill(pid, signal.SIGKILL)
+        with pytest.raises(EpisodeLost, match="the runner of this episode died"):
+            client.log_returns(episode, 1.0)
+        with pytest.raises(EpisodeLost, match="begin a new episode"):
+            client.get_action(episode, obs(1, 1))
+        episode = client.start_episode()
+        for step in range(4):
+            client.get_action(episode, obs(2, step))
+        assert sampled.result(HANG_S)[columns.OBS].tolist() == [[2, 0], [2, 1], [2, 2]]
+    assert group.take_stats().returns == []
+
+
+@pytest.mark.slow
 def test_jobs_without_external_environments_refuse_clients(tmp_path: Path) -> None:
     with EnvRunnerGroup(
         policy_class=Alternating, env_creator=lambda context: gym.make("CartPole-v1"), num_env_runners=1,
