@@ -19,12 +19,13 @@ class ActorCriticLearner(Learner):
     ``−log π(a|s)·A + c_v·(V(s) − target)² − c_e·H``
     """
 
+    recurrent: ClassVar = True
     wants: ClassVar = (columns.OBS, columns.ACTIONS, columns.ADVANTAGES, columns.VALUE_TARGETS)
 
     def loss(self, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         config, distribution = self.config, self.module.distribution
         assert distribution is not None
-        outputs = self.module.forward_train(batch)
+        outputs, batch = self.forward(batch)
         inputs = outputs[columns.ACTION_DIST_INPUTS]
         advantages = _advantages(batch, config)
         policy_loss = -(distribution.log_prob(inputs, batch[columns.ACTIONS]) * advantages).mean()
@@ -42,6 +43,7 @@ class PPOLearner(Learner):
     policy is a part of the loss, and the coefficient follows ``kl_target`` (section 4 of the paper).
     """
 
+    recurrent: ClassVar = True
     wants: ClassVar = (
         columns.OBS, columns.ACTIONS, columns.ACTION_LOGP, columns.ACTION_DIST_INPUTS, columns.ADVANTAGES,
         columns.VALUE_TARGETS,
@@ -58,7 +60,7 @@ class PPOLearner(Learner):
     def loss(self, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         config, distribution = self.config, self.module.distribution
         assert distribution is not None
-        outputs = self.module.forward_train(batch)
+        outputs, batch = self.forward(batch)
         inputs = outputs[columns.ACTION_DIST_INPUTS]
         advantages = _advantages(batch, config)
         ratio = torch.exp(distribution.log_prob(inputs, batch[columns.ACTIONS]) - batch[columns.ACTION_LOGP])
