@@ -65,6 +65,10 @@ _COUNTS = (
 )  # fmt: skip
 _COUNTS_OR_NONE = ("minibatch_size", "evaluation_interval", "torch_threads")
 _UNITS = ("episodes", "timesteps")
+_OF_EVALUATION = {
+    *SECTIONS["environment"], *SECTIONS["env_runners"], *SECTIONS["fault_tolerance"], "seed",
+} - {"disable_env_checking", "num_env_runners", "rollout_fragment_length"}  # fmt: skip
+"""Settings that ``evaluation_config`` may change: those of environments and of the runners that step them."""
 
 
 def problems_of(values: Mapping[str, Any]) -> list[str]:
@@ -78,6 +82,9 @@ def problems_of(values: Mapping[str, Any]) -> list[str]:
     found += [_number(values, n, 1e-30, None) for n in ("grad_clip", "sample_timeout_s") if values[n] is not None]
     dicts = ("env_config", "model", "model_config", "evaluation_config")
     found += [f"{n}: a dict, not {values[n]!r}" for n in dicts if not isinstance(values[n], Mapping)]
+    for name in values["evaluation_config"] if isinstance(values["evaluation_config"], Mapping) else ():
+        if ALIASES.get(name, name) not in _OF_EVALUATION:
+            found.append(f"evaluation_config: {name!r} changes nothing there.{did_you_mean(name, _OF_EVALUATION)}")
     if values["evaluation_duration_unit"] not in _UNITS:
         hint = did_you_mean(str(values["evaluation_duration_unit"]), _UNITS)
         found.append(f"evaluation_duration_unit: there is no {values['evaluation_duration_unit']!r}.{hint}")
