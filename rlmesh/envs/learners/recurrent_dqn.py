@@ -48,13 +48,14 @@ class RecurrentDQNLearner(DQNLearner):
             targets = self._targets(zeroed(batch[columns.REWARDS], mask), after, batch[columns.TERMINATEDS], mask)
         chosen = batch[columns.ACTIONS][learn].long().unsqueeze(-1) - int(self.module.action_space.start)
         found, wanted = values[:, :-1][learn].gather(-1, chosen).squeeze(-1), targets[learn]
-        losses = smooth_l1_loss(found, wanted, reduction="none")
-        loss = losses.mean()
-        self.descend("loss", loss, self.optimizer, self._parameters)
+        count = max(len(found), 1)  # sequences that end within their burn-in have no step to learn from
+        loss = smooth_l1_loss(found, wanted, reduction="sum") / count
+        if len(found):
+            self.descend("loss", loss, self.optimizer, self._parameters)
         self.td_errors = (wanted - found.detach()).numpy()
         if (self.updates + 1) % self.config["target_network_update_freq"] == 0:
             self.follow(self.config["tau"])
-        return {"total_loss": loss.detach(), "qf_mean": found.detach().mean(), "td_error": losses.detach().mean()}
+        return {"total_loss": loss.detach(), "qf_mean": found.detach().sum() / count, "td_error": loss.detach()}
 
     def _targets(
         self, rewards: torch.Tensor, after: torch.Tensor, terminateds: torch.Tensor, mask: torch.Tensor

@@ -97,6 +97,18 @@ def test_targets_of_sequences(n_step: int, double_q: bool) -> None:
         assert all(bool(p.isfinite().all()) for p in learner.module.parameters())
 
 
+def test_sequences_that_end_within_their_burn_in_change_nothing() -> None:
+    with dqn(num_steps_sampled_before_learning_starts=100_000).build() as algorithm:
+        algorithm.train()
+        before = algorithm.get_weights()["default_policy"]
+        batch = algorithm.replay.sample(40)
+        batch["learn_mask"][:] = False
+        stats = algorithm.learner.update(batch)
+        assert stats["total_loss"] == stats["qf_mean"] == 0
+        after = algorithm.get_weights()["default_policy"]
+    assert all(np.array_equal(value, after[name]) for name, value in before.items())
+
+
 def errors_by_hand(learner: Any, batch: dict[str, np.ndarray], n_step: int, double_q: bool) -> np.ndarray:
     gamma, errors = learner.config["gamma"], []
     for row in range(len(batch["mask"])):
