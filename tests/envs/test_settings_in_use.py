@@ -40,7 +40,7 @@ def test_advantages_look_as_far_as_the_fragment(length: Any, expected: int) -> N
     fragments = -(-20 // expected)
     assert len(batch) == 2 * expected * fragments
     gamma, lambda_ = config["gamma"], config["lambda_"]
-    by_env = {}
+    by_env: dict[int, list[Any]] = {}
     for i in range(2 * fragments):  # environment 0, environment 1, and again
         by_env.setdefault(i % 2, []).append(batch[i * expected : (i + 1) * expected])
     for parts in by_env.values():
@@ -154,6 +154,7 @@ def test_off_policy_steps_count_the_environments_of_a_vector() -> None:
     """Beside remote runners, the local one has one environment, unless the creator makes vectors."""
     config = DQNConfig().environment(lambda context: SyncVectorEnv([Count] * 3)).env_runners(rollout_fragment_length=2)
     remote = config.copy().env_runners(num_env_runners=2)
+    algorithm: Any
     with config.build() as algorithm:
         assert algorithm._num_envs(remote) == 3
         assert algorithm._steps == 6

@@ -60,8 +60,9 @@ class Algorithm:
     def setup(self, config: AlgorithmConfig) -> None:
         """Make the runners and learners; a subclass that overrides this method calls it first."""
         self.env_runner_group = EnvRunnerGroup(
-            **self._runner_arguments(config), num_env_runners=config["num_env_runners"]
-        )
+            **self._runner_arguments(config), num_env_runners=config["num_env_runners"],
+            max_restarts=restarts_of(config),
+        )  # fmt: skip
         self.learner_group = LearnerGroup(self.env_runner.policy_map)
 
     def _runner_arguments(self, config: AlgorithmConfig) -> dict[str, Any]:
@@ -74,7 +75,6 @@ class Algorithm:
             "restart_failed_sub_environments": config["restart_failed_sub_environments"],
             "vectorize_mode": config["vectorize_mode"], "sample_timeout_s": config["sample_timeout_s"],
             "connectors": config["connectors"],
-            "max_restarts": config["max_env_runner_restarts"] if config["restart_failed_env_runners"] else 0,
             **({} if fragment == "auto" else {"rollout_fragment_length": fragment}),
         }  # fmt: skip
 
@@ -160,7 +160,7 @@ class Algorithm:
             arguments["policy_config"] = {**arguments["policy_config"], "estimate_advantages": None}
             arguments["learn_connectors"] = False
             number = config["evaluation_num_env_runners"]
-            self._evaluation = EnvRunnerGroup(**arguments, num_env_runners=number)
+            self._evaluation = EnvRunnerGroup(**arguments, num_env_runners=number, max_restarts=restarts_of(config))
         self._evaluation.local_env_runner.set_weights(self.env_runner.get_weights())
         self._evaluation.sync_weights()
         amount, episodes = config["evaluation_duration"], config["evaluation_duration_unit"] == "episodes"
@@ -279,3 +279,8 @@ class Algorithm:
 
     def __exit__(self, *_: object) -> None:
         self.stop()
+
+
+def restarts_of(config: AlgorithmConfig) -> int:
+    """The number of restarts of remote runners that the settings allow."""
+    return int(config["max_env_runner_restarts"]) if config["restart_failed_env_runners"] else 0

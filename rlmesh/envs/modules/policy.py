@@ -116,13 +116,18 @@ class Explorer:
         self.extra: dict[str, np.ndarray] = {}
         self._bounds = bounds_of(space)
         given = policy.get_initial_state()
+        self._knows_states = False
         self._lists = not isinstance(given, Mapping)
         self._initial: States = {name: np.asarray(each) for name, each in _named(given).items()}
         self.states: States = {name: np.repeat(each[None], size, 0) for name, each in self._initial.items()}
         self._before = {name: np.zeros((size, steps, *each.shape), each.dtype) for name, each in self._initial.items()}
 
     def go_on(self, states: States) -> None:
-        """Take over the states of the fragment before; an empty dict leaves the initial ones."""
+        """Take over the states of the fragment before; an empty dict leaves the initial ones.
+
+        Who lets a policy with memory act calls this method first, and `begin` where episodes begin.
+        """
+        self._knows_states = True
         if states:
             self.states = states
 
@@ -171,6 +176,11 @@ class Explorer:
         return actions
 
     def _note_states(self, time: int) -> None:
+        if self.states and not self._knows_states:
+            raise UsageError(
+                f"{type(self.policy).__name__} has memory, and this kind of runner does not keep its state between "
+                "steps; EnvRunner does"
+            )
         for name, state in self.states.items():
             self._before[name][:, time] = state
 

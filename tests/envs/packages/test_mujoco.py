@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from rlmesh.envs import PPOConfig, SACConfig
@@ -22,7 +24,7 @@ def test_ppo_steps_in_mujoco() -> None:
 @pytest.mark.slow
 def test_sac_balances_an_inverted_pendulum() -> None:
     """The reward is 1 per step; the mean action of an untrained policy falls after about 23 steps."""
-    config = SACConfig().environment("InvertedPendulum-v5").debugging(seed=0).evaluation(evaluation_duration=5)
+    config: Any = SACConfig().environment("InvertedPendulum-v5").debugging(seed=0).evaluation(evaluation_duration=5)
     config.rl_module(model_config={"fcnet_hiddens": (64, 64)}).reporting(min_env_steps_per_iteration=500)
     with config.training(
         num_steps_sampled_before_learning_starts=500, lr=1e-3, train_batch_size=128

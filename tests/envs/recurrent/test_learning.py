@@ -143,6 +143,27 @@ def test_dqn_with_memory_goes_on_exactly_after_a_restore(tmp_path: Path) -> None
     assert results[0]["learners"] == results[1]["learners"]
 
 
+@pytest.mark.slow
+def test_remote_runners_keep_their_states_too(tmp_path: Path) -> None:
+    """Two runs of one seed, one of them restored in the middle of episodes, end with the same weights."""
+    config = of_cue(SETTINGS["PPO"], WITH_LSTM, 1).training(train_batch_size=36, minibatch_size=18)
+    config.env_runners(num_env_runners=2, num_envs_per_env_runner=2)
+    with config.build() as one:
+        one.train()
+        one.save(tmp_path / "one")
+        one.train()
+        expected = one.get_weights()["default_policy"]
+    with config.build() as other:
+        other.restore(tmp_path / "one")
+        states = other.env_runner_group.foreach_worker(
+            lambda runner: bool(runner._states["h"].any()), local_worker=False
+        )
+        assert states == [True, True]
+        other.train()
+        weights = other.get_weights()["default_policy"]
+    assert all(np.array_equal(value, weights[name]) for name, value in expected.items())
+
+
 def test_a_target_network_has_the_memory_too() -> None:
     with dqn().build() as algorithm:
         target = algorithm.learner.target

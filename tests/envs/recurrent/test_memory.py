@@ -42,7 +42,9 @@ def runner_of(model: dict[str, Any], mode: AutoresetMode | None = None, size: in
     config = {"estimate_advantages": True, "gamma": GAMMA, "lambda_": 0.0, "model_config": model}
 
     def creator(context: Any) -> Any:
-        make = lambda: Waves(**env)  # noqa: E731
+        def make() -> Waves:
+            return Waves(**env)
+
         return make() if mode is None else SyncVectorEnv([make] * size, autoreset_mode=mode)
 
     return EnvRunner(creator, ModulePolicy, policy_config=config, num_envs=size, seed=3)
@@ -222,7 +224,9 @@ def test_evaluation_and_single_actions_keep_the_state() -> None:
         assert algorithm.evaluate()["env_runners"]["num_episodes"] == 4
         obs = np.array([[1, 0], [0, 0], [0, 1]], np.float32)
         policy, module = algorithm.get_policy(), algorithm.get_module()
-        state, values, many = None, [], {}
+        state: Any = None
+        many: Any = {}
+        values = []
         for row in obs:
             action, state, _ = algorithm.compute_single_action(row, state, explore=False)
             actions, many, extra = policy.compute_actions(np.stack([row, row]), many, explore=False)
@@ -262,6 +266,14 @@ def test_a_module_of_ones_own_may_have_memory() -> None:
     assert check_against_whole_episodes(batch, runner.policy.module) == 34  # type: ignore[attr-defined]
     with small(PPOConfig(), {}).rl_module(module_class=Own).training(minibatch_size=16).build() as algorithm:
         assert np.isfinite(algorithm.train()["learners"]["default_policy"]["learner_stats"]["total_loss"])
+
+
+def test_runners_that_keep_no_states_refuse_memory() -> None:
+    policy = runner_of(LSTM).policy
+    with pytest.raises(
+        UsageError, match="ModulePolicy has memory, and this kind of runner does not keep its state between"
+    ):
+        policy.explorer(1, 1, explore=True).act(0, np.zeros((1, 2), np.float32))
 
 
 class Plain(Learner):
