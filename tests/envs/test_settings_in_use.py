@@ -135,6 +135,37 @@ def test_settings_without_effect_are_refused() -> None:
         config.copy().evaluation(evaluation_config={"explor": True}).build()
 
 
+def test_weights_of_the_loss_are_checked_and_may_follow_a_schedule() -> None:
+    config = PPOConfig().environment("CartPole-v1").training(train_batch_size=64, minibatch_size=32)
+    with pytest.raises(UsageError) as raised:
+        config.copy().training(entropy_coeff="x", vf_loss_coeff=-1, kl_coeff=None, vf_clip_param=0).build()
+    for text in (
+        "entropy_coeff: a number, or points", "vf_loss_coeff: a number of at least 0", "kl_coeff: a number of at least",
+        "vf_clip_param: a number above 0",
+    ):  # fmt: skip
+        assert text in str(raised.value)
+    with config.training(entropy_coeff=[[0, 0.02], [128, 0.0]]).build() as algorithm:
+        learner: Any = algorithm.get_policy().learner  # type: ignore[attr-defined]
+        seen = []
+        for _ in range(3):
+            algorithm.train()
+            seen.append(learner.entropy_coeff)
+    assert seen == pytest.approx([0.02, 0.01, 0.0])
+
+
+class NoArgument(Count):
+    """Takes no configuration."""
+
+    def __init__(self) -> None:
+        super().__init__()
+
+
+def test_a_configuration_that_nobody_takes_is_refused() -> None:
+    with pytest.raises(UsageError, match=r"env_config has 'size', and NoArgument takes no argument"):
+        PPOConfig().environment(NoArgument, env_config={"size": 3}).build()
+    EnvRunner(NoArgument, ModulePolicy).stop()
+
+
 def test_evaluation_runners_restart_as_the_settings_say(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[dict[str, Any]] = []
     plain = EnvRunnerGroup.__init__

@@ -120,7 +120,14 @@ class _OfClass:
         self.takes_config = bool(inspect.signature(cls).parameters)
 
     def __call__(self, context: EnvContext) -> Any:
-        return self.cls(context) if self.takes_config else self.cls()
+        if self.takes_config:
+            return self.cls(context)
+        if context:
+            raise UsageError(
+                f"env_config has {next(iter(context))!r}, and {self.cls.__name__} takes no argument: let its __init__ "
+                "take the configuration, or leave env_config out"
+            )
+        return self.cls()
 
 
 def _require_id(env_id: str) -> None:

@@ -31,7 +31,8 @@ class ActorCriticLearner(Learner):
         policy_loss = -(distribution.log_prob(inputs, batch[columns.ACTIONS]) * advantages).mean()
         vf_loss = (outputs[columns.VF_PREDS] - batch[columns.VALUE_TARGETS]).square().mean()
         entropy = distribution.entropy(inputs).mean()
-        loss = policy_loss + config["vf_loss_coeff"] * vf_loss - config["entropy_coeff"] * entropy
+        entropy_coeff = scheduled(config["entropy_coeff"], self.steps)
+        loss = policy_loss + config["vf_loss_coeff"] * vf_loss - entropy_coeff * entropy
         stats = {"policy_loss": policy_loss, "vf_loss": vf_loss, "entropy": entropy}
         return loss, {name: value.detach() for name, value in stats.items()}
 
@@ -56,6 +57,7 @@ class PPOLearner(Learner):
 
     def before_update(self) -> None:
         self.clip = scheduled(self.config["clip_param"], self.steps)
+        self.entropy_coeff = scheduled(self.config["entropy_coeff"], self.steps)
 
     def loss(self, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         config, distribution = self.config, self.module.distribution
@@ -69,8 +71,8 @@ class PPOLearner(Learner):
         vf_loss = (error if config["vf_clip_param"] is None else error.clamp(max=config["vf_clip_param"])).mean()
         loss = policy_loss + config["vf_loss_coeff"] * vf_loss
         entropy = distribution.entropy(inputs).mean()
-        if config["entropy_coeff"]:
-            loss = loss - config["entropy_coeff"] * entropy
+        if self.entropy_coeff:
+            loss = loss - self.entropy_coeff * entropy
         kl = distribution.kl(batch[columns.ACTION_DIST_INPUTS], inputs).mean()
         if self.kl_coeff:
             loss = loss + self.kl_coeff * kl

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -55,9 +55,16 @@ class Policy:
     def compute_single_action(
         self, obs: Any, state: Any = None, *, explore: bool = True
     ) -> tuple[Any, Any, dict[str, Any]]:
-        """Choose an action for one observation; results as of `compute_actions`, without the first axis."""
-        actions, states, extra = self.compute_actions(np.asarray(obs)[None], state, explore=explore)
-        return actions[0], states, {name: column[0] for name, column in extra.items()}
+        """Choose an action for one observation; arguments and results as of `compute_actions`, without the first axis.
+
+        Args:
+            state: None: the initial state.
+        """
+        before = self.get_initial_state() if state is None else state
+        given = _map_states(lambda each: np.asarray(each)[None], before) if before else None
+        actions, states, extra = self.compute_actions(np.asarray(obs)[None], given, explore=explore)
+        after = _map_states(lambda each: np.asarray(each)[0], states) if before else states
+        return actions[0], after, {name: column[0] for name, column in extra.items()}
 
     def get_initial_state(self) -> Mapping[str, Any] | list[Any]:
         """The state at the start of an episode: a dict or a list of arrays without the axis of environments.
@@ -218,6 +225,10 @@ def bounds_of(space: Any) -> tuple[Any, Any] | None:
     if kind == "MultiDiscrete":
         return space.start, space.start + space.nvec - 1
     return (0, 1) if kind == "MultiBinary" else None
+
+
+def _map_states(fn: Callable[[Any], Any], states: Any) -> Any:
+    return {k: fn(each) for k, each in states.items()} if isinstance(states, Mapping) else [fn(each) for each in states]
 
 
 def _named(states: Any) -> dict[str, Any]:

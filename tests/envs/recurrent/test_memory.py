@@ -340,6 +340,16 @@ def test_runners_keep_the_state_of_any_policy(mode: AutoresetMode | None, listed
         assert np.array_equal(batch["state_in_0" if listed else "state_in_steps"], batch["t"])
 
 
+@pytest.mark.parametrize("listed", [True, False])
+def test_single_actions_of_any_policy_have_their_state(listed: bool) -> None:
+    policy = Counting(Waves.observation_space, Waves.action_space, {"listed": listed})
+    state: Any = None
+    for step in range(1, 4):
+        action, state, _ = policy.compute_single_action(np.zeros(2, np.float32), state)
+        assert action in (0, 1)
+        assert (state[0] if listed else state["steps"]) == step
+
+
 def test_a_broken_environment_begins_with_the_initial_state() -> None:
     runner = EnvRunner(lambda context: Waves(fails=(1, 2)), Counting, policy_config={"listed": True}, num_envs=2)
     batch = runner.sample(40)
