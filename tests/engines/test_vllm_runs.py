@@ -64,6 +64,9 @@ def test_an_asynchronous_run_with_an_engine_that_loses_its_process(
     monkeypatch.setenv(MARK, mark)
     (tmp_path / "model").mkdir()
     make_tiny(tmp_path / "model", **SIZES)
+    for name in ("config.json", "generation_config.json"):  # without an end token, responses have all their tokens
+        path = tmp_path / "model" / name
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"eos_token_id": None}))
     options = {"max_num_seqs": 64, "kv_cache_memory_bytes": 64 << 20}
     run = Run(
         model=str(tmp_path / "model"), data=ROWS, rewards=[Reward(letters, inline=True)], steps=STEPS, save_every=50,
