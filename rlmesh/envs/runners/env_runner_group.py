@@ -58,6 +58,10 @@ class EnvRunnerGroup:
     Raises:
         UsageError: arguments that cannot work. They are tried in this process before the job starts.
         LaunchError: the job could not be started.
+
+    Attributes:
+        fragment_length: steps of each environment that ``synchronous_parallel_sample`` samples in a row; None: as many
+            as it is asked for.
     """
 
     def __init__(
@@ -69,6 +73,7 @@ class EnvRunnerGroup:
         creator = env_creator_of(env_creator)
         given = {"policy_class": policy_class, "env_creator": creator, "num_workers": num_env_runners, **runner}
         self.num_env_runners, self.timeout_s = num_env_runners, sample_timeout_s
+        self.fragment_length: int | None = runner.get("rollout_fragment_length")
         # The local runner of a group with remote ones holds the weights; one environment tells it the spaces.
         local = {**given, "num_envs": 1} if num_env_runners else given
         self.local_env_runner = make_runner(**local)
@@ -139,20 +144,21 @@ class EnvRunnerGroup:
         members = [handle.options(timeout_s=self.timeout_s, idempotent=True) for handle in self._remote]
         given = [(m, share) for m, share in zip(members, shares, strict=True) if share is not None]
         futures = [(m, share, self._ask(m, share)) for m, share in given]
-        batches = []
+        batches, stats = [], []
         for member, share, future in futures:
             while (result := future.result()) is None:  # the runner restarted, and has no weights
                 member.call("set_weights", self._weights, self._version).result()
                 future = self._ask(member, share)
             batches.append(result[0])
-            self._stats.append(result[1])
+            stats.append(result[1])
+        self._stats.append(EpisodeStats.interleaved(stats))
         return batches
 
     def _ask(self, member: Any, share: Mapping[str, int]) -> Any:
         return member.call("sample_with_stats", **share, version=self._version)
 
     def take_stats(self) -> EpisodeStats:
-        """The statistics of the batches since the last call, in the order of the runners."""
+        """The statistics of the batches since the last call."""
         stats, self._stats = EpisodeStats.merged(self._stats), []
         return stats
 
