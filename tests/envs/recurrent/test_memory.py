@@ -113,6 +113,33 @@ def test_a_pass_over_padded_sequences_equals_the_steps(
     check_against_whole_episodes(batch, module)
 
 
+def test_a_sequence_ends_where_steps_are_missing() -> None:
+    runner = runner_of(LSTM, size=1, lengths=(9,))
+    batch = runner.sample(9)[np.array([0, 1, 2, 5, 6, 8])]
+    sequences = sequences_of(batch, ("t",), ["h", "c"], 10)
+    assert [t[there].tolist() for t, there in zip(sequences["t"], sequences["mask"], strict=True)] == [
+        [0, 1, 2], [5, 6], [8],
+    ]  # fmt: skip
+    assert np.array_equal(sequences["state_in_h"], batch["state_in_h"][[0, 3, 5]])
+
+
+def test_nothing_before_an_episode_is_attended_to() -> None:
+    module = ActorCriticModule(Waves.observation_space, Waves.action_space, ATTENTION)
+    obs = torch.rand(2, 4, 2, generator=torch.Generator().manual_seed(0))
+    memory = torch.randn(2, 1, 6, 12, generator=torch.Generator().manual_seed(1))
+    memory[1, :, -2:] = 0.5
+    outputs = []
+    for rubbish in (1.0, -7.0):
+        given = memory.clone()
+        given[0] *= rubbish
+        given[1, :, :-2] *= rubbish
+        state = {"memory": given, "length": torch.tensor([0, 2])}
+        outputs.append(module.forward_train({"obs": obs, "state_in": state})["vf_preds"])
+    assert torch.equal(*outputs)
+    state = {"memory": memory, "length": torch.tensor([0, 6])}  # and what an episode has seen is
+    assert not torch.equal(module.forward_train({"obs": obs, "state_in": state})["vf_preds"][1], outputs[0][1])
+
+
 @pytest.mark.parametrize("kind", [PPOLearner, ActorCriticLearner])
 @pytest.mark.parametrize("name", ["lstm", "attention"])
 def test_masked_places_change_nothing(name: str, kind: Any) -> None:
