@@ -38,8 +38,8 @@ def test_the_example_learns(tmp_path: Path) -> None:
     assert float(done.stdout.split()[-1]) > 400
 
 
-def run(program: Path, folder: Path) -> subprocess.CompletedProcess[str]:
+def run(program: Path, folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, program], cwd=folder, capture_output=True, text=True, timeout=PROGRAM_S, check=False,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        [sys.executable, program, *arguments], cwd=folder, capture_output=True, text=True, timeout=PROGRAM_S,
+        check=False, env={**os.environ, "OMP_NUM_THREADS": "1"},
     )  # fmt: skip

@@ -10,7 +10,12 @@ from torch import nn
 
 from rlmesh.envs.batches import columns
 from rlmesh.envs.environments.registry import did_you_mean
-from rlmesh.envs.modules.distributions import ActionDistribution, GaussianActions, distribution_of
+from rlmesh.envs.modules.distributions import (
+    ActionDistribution,
+    CategoricalActions,
+    GaussianActions,
+    distribution_of,
+)
 from rlmesh.envs.modules.encoders import LogStdColumns, encoder_of, is_image, mlp
 from rlmesh.envs.modules.recurrent import ATTENTION_DEFAULTS, LSTM_DEFAULTS, memory_of
 from rlmesh.errors import UsageError
@@ -195,3 +200,14 @@ class ActorCriticModule(RLModule):
 
     def exploration_layers(self) -> nn.Module | None:
         return nn.Sequential(self.encoder, self.policy_head) if self.memory is None else None
+
+
+def numpy_description(module: ActorCriticModule) -> dict[str, Any] | None:
+    """The layers to act and to value, by the names of their weights; None if NumPy cannot evaluate them."""
+    from rlmesh.envs.modules.numpy_forward import layers_by_name
+
+    acting, encoder = module.exploration_layers(), module.value_encoder
+    if acting is None or encoder is None or type(module.distribution) not in (CategoricalActions, GaussianActions):
+        return None
+    acts, values_by = (layers_by_name(n, module) for n in (acting, nn.Sequential(encoder, module.value_head)))
+    return None if acts is None or values_by is None else {"acts": acts, "values": values_by}
