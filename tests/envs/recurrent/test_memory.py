@@ -32,9 +32,8 @@ from rlmesh.envs.learners.sequences import forward_sequences, sequences_of
 from rlmesh.envs.modules.distributions import distribution_of
 from rlmesh.errors import UsageError
 
-from .tasks import ATTENTION, LSTM, MODELS, Cue, Waves
+from .tasks import ATTENTION, GAMMA, LSTM, MODELS, Cue, Waves, check_against_whole_episodes, unrolled
 
-GAMMA = 0.9
 MODES = [None, AutoresetMode.NEXT_STEP, AutoresetMode.SAME_STEP, AutoresetMode.DISABLED]
 
 
@@ -48,29 +47,6 @@ def runner_of(model: dict[str, Any], mode: AutoresetMode | None = None, size: in
         return make() if mode is None else SyncVectorEnv([make] * size, autoreset_mode=mode)
 
     return EnvRunner(creator, ModulePolicy, policy_config=config, num_envs=size, seed=3)
-
-
-def unrolled(module: RLModule, obs: np.ndarray) -> dict[str, np.ndarray]:
-    """The results of a pass over one whole episode."""
-    states = {name: state[None] for name, state in module.get_initial_state().items()}
-    with torch.no_grad():
-        outputs = module.forward_train({"obs": torch.from_numpy(obs)[None], "state_in": states})
-    return {name: value[0].numpy() for name, value in outputs.items() if name != "state_out"}
-
-
-def check_against_whole_episodes(batch: SampleBatch, module: RLModule) -> int:
-    """Compare what a runner computed step by step with passes over whole episodes; returns the number of rows."""
-    checked = 0
-    batch = batch[np.argsort(batch["eps_id"], kind="stable")]
-    for episode in batch.split_by_episode():
-        assert episode["t"].tolist() == list(range(len(episode)))
-        whole = unrolled(module, np.concatenate([episode["obs"], episode["new_obs"][-1:]]))
-        for name in ("action_dist_inputs", "vf_preds"):
-            assert np.abs(episode[name] - whole[name][:-1]).max() <= 1e-6
-        after = np.where(episode["terminateds"], 0, whole["vf_preds"][1:])
-        assert np.abs(episode["value_targets"] - episode["rewards"] - GAMMA * after).max() <= 1e-5
-        checked += len(episode)
-    return checked
 
 
 @pytest.mark.parametrize("mode", MODES)
