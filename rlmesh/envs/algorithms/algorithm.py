@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Self
 
@@ -13,8 +13,9 @@ from rlmesh.envs.algorithms.results import EpisodeWindow, ResultDict
 from rlmesh.envs.algorithms.train_ops import synchronous_parallel_sample, train_one_step
 from rlmesh.envs.learners.learner_group import LearnerGroup
 from rlmesh.envs.modules.policy import Policy
-from rlmesh.envs.runners.env_runner import DEFAULT_POLICY, EnvRunner
+from rlmesh.envs.runners.env_runner import DEFAULT_POLICY
 from rlmesh.envs.runners.env_runner_group import EnvRunnerGroup
+from rlmesh.errors import UsageError
 
 __all__ = ["Algorithm"]
 
@@ -63,7 +64,8 @@ class Algorithm:
             **self._runner_arguments(config), num_env_runners=config["num_env_runners"],
             max_restarts=config["max_env_runner_restarts"] if config["restart_failed_env_runners"] else 0,
         )  # fmt: skip
-        self.learner_group = LearnerGroup(self.env_runner.policy_map)
+        self.learner_group = LearnerGroup(self.env_runner.policy_map, config["policies_to_train"])
+        self.learner_group.require_learning()
 
     def _runner_arguments(self, config: AlgorithmConfig) -> dict[str, Any]:
         fragment = config["rollout_fragment_length"]
@@ -74,15 +76,17 @@ class Algorithm:
             "new_obs": self.wants_new_obs, "infos": False, "explore": config["explore"],
             "restart_failed_sub_environments": config["restart_failed_sub_environments"],
             "vectorize_mode": config["vectorize_mode"], "sample_timeout_s": config["sample_timeout_s"],
-            "connectors": config["connectors"],
+            "connectors": config["connectors"], "policies": config["policies"],
+            "policy_mapping_fn": config["policy_mapping_fn"], "policy_configs": config.policy_configs(),
+            "max_sequence_length": config["max_sequence_length"],
         }  # fmt: skip
 
     wants_new_obs = False
     """True for algorithms whose batches have the column ``new_obs``; it doubles the size of a batch."""
 
     @property
-    def env_runner(self) -> EnvRunner:
-        """The local runner."""
+    def env_runner(self) -> Any:
+        """The local runner: an `EnvRunner`, or, with several agents, a `MultiAgentEnvRunner`."""
         return self.env_runner_group.local_env_runner
 
     @property
@@ -92,9 +96,9 @@ class Algorithm:
 
     def training_step(self) -> ResultDict:
         """Sample a batch, learn from it, send the weights to the runners; returns results by policy id."""
-        batch = synchronous_parallel_sample(
-            worker_set=self.env_runner_group, max_env_steps=self.config["train_batch_size"]
-        )
+        of_agents = self.config["count_steps_by"] == "agent_steps"
+        counted = {"max_agent_steps" if of_agents else "max_env_steps": self.config["train_batch_size"]}
+        batch = synchronous_parallel_sample(worker_set=self.env_runner_group, **counted)
         results = train_one_step(self, batch)
         self.env_runner_group.sync_weights()
         return results
@@ -157,6 +161,9 @@ class Algorithm:
             seed = config["seed"]
             arguments["seed"] = None if seed is None else seed + 1_000_003
             arguments["policy_config"] = {**arguments["policy_config"], "estimate_advantages": None}
+            arguments["policy_configs"] = {
+                name: {**each, "estimate_advantages": None} for name, each in arguments["policy_configs"].items()
+            }
             arguments["learn_connectors"] = False
             number = config["evaluation_num_env_runners"]
             self._evaluation = EnvRunnerGroup(**arguments, num_env_runners=number)
@@ -173,29 +180,53 @@ class Algorithm:
         return ResultDict(env_runners=summary, episode_reward_mean=summary["episode_return_mean"])
 
     def get_policy(self, policy_id: str = DEFAULT_POLICY) -> Policy:
-        """The policy that learns."""
-        return self.env_runner.get_policy(policy_id)
+        """The policy of this id, as it learns.
+
+        Raises:
+            UsageError: there is none; names the nearest one.
+        """
+        policy: Policy = self.env_runner.get_policy(policy_id)
+        return policy
 
     def get_module(self, module_id: str = DEFAULT_POLICY) -> Any:
         """The `RLModule` of a policy."""
         return self.get_policy(module_id).module  # type: ignore[attr-defined]
 
-    def compute_single_action(self, observation: Any, *, explore: bool | None = None) -> Any:
-        """The action for one observation of the environment."""
+    def compute_single_action(
+        self, observation: Any, policy_id: str = DEFAULT_POLICY, *, explore: bool | None = None
+    ) -> Any:
+        """The action for one observation of the environment.
+
+        Args:
+            policy_id: with several agents, the policy that chooses it.
+        """
         import numpy as np
 
-        rows = self.env_runner._vector.rows
-        row = rows.empty(1)
-        rows.write(row, 0, observation)
-        chosen = self.config["explore"] if explore is None else explore
-        policy = self.get_policy()
-        row = self.env_runner.connectors.single(row)
-        action = policy.explorer(1, 1, explore=chosen).act(0, row)[0]
-        return action.item() if np.ndim(action) == 0 else action
+        action = self.compute_actions({0: observation}, policy_id, explore=explore)[0]
+        return action.item() if isinstance(action, np.generic | np.ndarray) and np.ndim(action) == 0 else action
 
-    def get_weights(self, policies: Any = None) -> dict[str, Any]:
-        """Weights by policy id."""
-        return self.env_runner.get_weights()
+    def compute_actions(
+        self, observations: Mapping[Any, Any], policy_id: str | None = None, *, explore: bool | None = None
+    ) -> dict[Any, Any]:
+        """The actions for observations of the environment, by the same keys.
+
+        Args:
+            observations: by agent; by any key if ``policy_id`` is given, or if there is one agent.
+            policy_id: the policy of all of them; None: each agent's own, by the ``policy_mapping_fn``.
+            explore: None: as the config says.
+        """
+        if not isinstance(observations, Mapping):
+            raise UsageError("compute_actions takes a dict of observations; for one observation, compute_single_action")
+        chosen = self.config["explore"] if explore is None else explore
+        found: dict[Any, Any] = self.env_runner.compute_actions(observations, policy_id, explore=chosen)
+        return found
+
+    def get_weights(self, policies: Iterable[str] | None = None) -> dict[str, Any]:
+        """Weights by policy id, of all policies or of those named."""
+        weights: dict[str, Any] = self.env_runner.get_weights()
+        if policies is None:
+            return weights
+        return {name: weights[name] for name in policies if self.get_policy(name)}
 
     def set_weights(self, weights: Mapping[str, Any]) -> None:
         """Take over weights by policy id, and send them to all runners."""

@@ -50,7 +50,9 @@ class EpisodeWindow:
     def __init__(self, size: int) -> None:
         self.returns: deque[float] = deque(maxlen=size)
         self.lengths: deque[int] = deque(maxlen=size)
-        self.episodes = self.cut = self.env_steps = 0
+        self.of_agents: dict[str, deque[float]] = {}
+        self.of_policies: dict[str, deque[float]] = {}
+        self.episodes = self.cut = self.env_steps = self.agent_steps = 0
 
     def add(self, stats: EpisodeStats) -> None:
         """Count the episodes of a report."""
@@ -59,6 +61,10 @@ class EpisodeWindow:
         self.episodes += len(stats)
         self.cut += stats.cut
         self.env_steps += stats.env_steps
+        self.agent_steps += stats.agent_steps
+        for own, its in ((self.of_agents, stats.agent_returns), (self.of_policies, stats.policy_returns)):
+            for name, returns in its.items():
+                own.setdefault(name, deque(maxlen=self.returns.maxlen)).extend(returns)
 
     def summary(self, stats: EpisodeStats) -> dict[str, Any]:
         """Means over the window, and counts of one report and of the whole run; without episodes the means are NaN."""
@@ -75,12 +81,31 @@ class EpisodeWindow:
             "num_episodes_cut_lifetime": self.cut,
             "num_env_steps_sampled": stats.env_steps,
             "num_env_steps_sampled_lifetime": self.env_steps,
+            **self._of_several_agents(stats),
         }
 
+    def _of_several_agents(self, stats: EpisodeStats) -> dict[str, Any]:
+        """Means by agent and by policy, if there are several agents."""
+        if not self.of_agents and not self.agent_steps:
+            return {}
+        by_policy = {name: float(np.mean(each)) for name, each in self.of_policies.items()}
+        return {
+            "agent_episode_returns_mean": {name: float(np.mean(each)) for name, each in self.of_agents.items()},
+            "module_episode_returns_mean": by_policy, "policy_reward_mean": dict(by_policy),
+            "num_agent_steps_sampled": stats.agent_steps, "num_agent_steps_sampled_lifetime": self.agent_steps,
+        }  # fmt: skip
+
     def get_state(self) -> dict[str, Any]:
-        return {**vars(self), "returns": list(self.returns), "lengths": list(self.lengths)}
+        lists = {name: list(getattr(self, name)) for name in ("returns", "lengths")}
+        by_name = {
+            name: {key: list(each) for key, each in getattr(self, name).items()}
+            for name in ("of_agents", "of_policies")
+        }
+        return {**vars(self), **lists, **by_name}
 
     def set_state(self, state: Mapping[str, Any]) -> None:
         size = self.returns.maxlen
         vars(self).update(state)
         self.returns, self.lengths = deque(state["returns"], size), deque(state["lengths"], size)
+        for name in ("of_agents", "of_policies"):
+            setattr(self, name, {key: deque(each, size) for key, each in getattr(self, name).items()})

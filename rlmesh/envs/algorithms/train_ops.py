@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any
 
 from rlmesh.envs.algorithms.results import ResultDict
@@ -26,28 +27,44 @@ def synchronous_parallel_sample(
         worker_set: the group. Its remote runners sample, or, if there are none, its local one.
         max_env_steps: steps of environments in total, rounded up so that each environment makes the same number.
             Without it, one fragment of each runner.
-        max_agent_steps: the same, where one agent acts per step.
+        max_agent_steps: steps of agents in total, at least; with one agent, the same as ``max_env_steps``. Of several
+            agents, samples follow each other until there are so many.
         concat: False returns a list with one batch per runner.
 
     Returns:
-        A `MultiAgentBatch`, with the steps of ``default_policy``. The statistics of its episodes are kept by the group.
+        A `MultiAgentBatch`; with one agent, its policy is ``default_policy``. The group keeps the statistics of its
+        episodes.
     """
     if max_env_steps is not None and max_agent_steps is not None:
         raise UsageError("synchronous_parallel_sample: give max_env_steps or max_agent_steps, not both")
-    batches = worker_set.sample_all(num_steps=max_env_steps if max_env_steps is not None else max_agent_steps)
+    if max_agent_steps is not None:
+        batches = _by_agent_steps(worker_set, max_agent_steps)
+    else:
+        batches = worker_set.sample_all(num_steps=max_env_steps)
     if not concat:
         return [batch.as_multi_agent() for batch in batches]
     return SampleBatch.concat_samples(batches).as_multi_agent()
+
+
+def _by_agent_steps(worker_set: EnvRunnerGroup, wanted: int) -> list[Any]:
+    parts: list[list[Any]] = []
+    agent_steps = env_steps = 0
+    while agent_steps < wanted:
+        per_step = max(1.0, agent_steps / env_steps) if env_steps else float(worker_set.agents_at_once)
+        parts.append(worker_set.sample_all(num_steps=max(1, math.ceil((wanted - agent_steps) / per_step))))
+        agent_steps += sum(batch.agent_steps() for batch in parts[-1])
+        env_steps += sum(batch.env_steps() for batch in parts[-1])
+    return [batch for part in parts for batch in part] if len(parts) > 1 else parts[0]
 
 
 def train_one_step(algorithm: Algorithm, train_batch: SampleBatch | MultiAgentBatch) -> ResultDict:
     """Update the policies of the local runner with a batch.
 
     Returns:
-        By policy id: ``learner_stats`` and ``num_agent_steps_trained``.
+        By id of the policies that learn: ``learner_stats`` and ``num_agent_steps_trained``.
     """
     results = ResultDict(algorithm.learner_group.update(train_batch))
-    algorithm.count_trained(train_batch.env_steps(), train_batch.agent_steps())
+    algorithm.count_trained(train_batch.env_steps(), sum(each["num_agent_steps_trained"] for each in results.values()))
     return results
 
 

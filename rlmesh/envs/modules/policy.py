@@ -9,6 +9,7 @@ import numpy as np
 
 from rlmesh.envs.batches import columns
 from rlmesh.envs.batches.sample_batch import SampleBatch
+from rlmesh.envs.environments.actions import ActionRows
 
 if TYPE_CHECKING:
     from rlmesh.envs.runners.fragments import Fragment
@@ -42,7 +43,8 @@ class Policy:
             explore: sample actions; otherwise take the most probable ones.
 
         Returns:
-            Actions ``[environments, …]``, new states, and more columns of the batch, such as ``action_logp``.
+            Actions ``[environments, …]``, new states, and more columns of the batch, such as ``action_logp``. Actions
+            of composed spaces are rows of `ActionRows`, or a list of actions in the space's own structure.
         """
         raise NotImplementedError(f"{type(self).__name__} has no compute_actions")
 
@@ -91,15 +93,15 @@ class Explorer:
 
     def __init__(self, policy: Policy, steps: int, size: int, *, explore: bool) -> None:
         self.policy, self.steps, self.size, self.explore = policy, steps, size, explore
-        space = policy.action_space
-        self.actions = np.zeros((size, steps, *(space.shape or ())), space.dtype)
+        self.rows = ActionRows(policy.action_space)
+        self.actions = self.rows.empty(size, steps)
         self.extra: dict[str, np.ndarray] = {}
         self.states: Any = None
 
     def act(self, time: int, observations: np.ndarray) -> np.ndarray:
         """The actions to send to the environments at a time step."""
         actions, self.states, extra = self.policy.compute_actions(observations, self.states, explore=self.explore)
-        self.actions[:, time] = actions
+        self.actions[:, time] = self.rows.to_rows(actions)
         for name, value in extra.items():
             value = np.asarray(value)
             if name not in self.extra:

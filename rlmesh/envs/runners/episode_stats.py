@@ -17,12 +17,17 @@ class EpisodeStats:
         lengths: numbers of steps.
         cut: number of episodes that ended because their environment broke; they are in no other list.
         env_steps: steps of environments.
+        agent_steps: steps of agents, where there are several; otherwise 0.
+        agent_returns, policy_returns: sums of rewards by agent and by policy, where there are several.
     """
 
     returns: list[float] = field(default_factory=list)
     lengths: list[int] = field(default_factory=list)
     cut: int = 0
     env_steps: int = 0
+    agent_steps: int = 0
+    agent_returns: dict[str, list[float]] = field(default_factory=dict)
+    policy_returns: dict[str, list[float]] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self.returns)
@@ -36,4 +41,8 @@ class EpisodeStats:
             total.lengths += part.lengths
             total.cut += part.cut
             total.env_steps += part.env_steps
+            total.agent_steps += part.agent_steps
+            for own, its in ((total.agent_returns, part.agent_returns), (total.policy_returns, part.policy_returns)):
+                for name, returns in its.items():
+                    own[name] = own.get(name, []) + returns
         return total

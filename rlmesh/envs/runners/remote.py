@@ -10,7 +10,7 @@ import numpy as np
 
 from rlmesh import current_worker, rpc
 from rlmesh.envs.environments.local_vector import env_seed
-from rlmesh.envs.runners.env_runner import EnvRunner
+from rlmesh.envs.runners.creation import make_runner
 
 __all__ = ["RemoteEnvRunner"]
 
@@ -32,7 +32,7 @@ class RemoteEnvRunner:
             np.random.seed(seed & 0xFFFF_FFFF)
             if (torch := sys.modules.get("torch")) is not None:
                 torch.manual_seed(seed)
-        self.runner = EnvRunner(**given, worker_index=worker.rank + 1, start=worker.incarnation)
+        self.runner = make_runner(**given, worker_index=worker.rank + 1, start=worker.incarnation)
 
     @rpc
     def sample(self, num_steps: int | None = None, *, num_episodes: int | None = None) -> Any:
