@@ -27,19 +27,22 @@ def graph(links: list[tuple[int, int]]) -> spaces.GraphInstance:
     return spaces.GraphInstance(nodes, np.zeros(len(links), np.int64), np.array(links))
 
 
-def box(value: float, space: spaces.Box) -> np.ndarray:
-    return np.full(space.shape, value, space.dtype)
+def boxes(low: int, high: int, shape: tuple[int, ...], dtype: Any, one: int, other: int) -> tuple[Any, Any, Any]:
+    """A Box, and two of its elements."""
+    space: Any = spaces.Box(low, high, shape, dtype)
+    return space, np.full(shape, one, dtype), np.full(shape, other, dtype)
 
 
+MultiDiscrete: Any = spaces.MultiDiscrete  # is typed for one axis
 OBSERVATIONS: dict[str, tuple[spaces.Space[Any], Any, Any]] = {
-    "Box, no axis": (spaces.Box(-1, 1, ()), np.array(-1, np.float32), np.array(1, np.float32)),
-    "Box, two axes, float64": (s := spaces.Box(-1, 1, (2, 3), np.float64), box(-1, s), box(1, s)),
-    "Box, float16": (s := spaces.Box(-1, 1, (2,), np.float16), box(-1, s), box(1, s)),
-    "Box, uint8": (s := spaces.Box(0, 3, (2,), np.uint8), box(0, s), box(2, s)),
-    "Box, int64": (s := spaces.Box(-5, 5, (2,), np.int64), box(-2, s), box(2, s)),
+    "Box, no axis": boxes(-1, 1, (), np.float32, -1, 1),
+    "Box, two axes, float64": boxes(-1, 1, (2, 3), np.float64, -1, 1),
+    "Box, float16": boxes(-1, 1, (2,), np.float16, -1, 1),
+    "Box, uint8": boxes(0, 3, (2,), np.uint8, 0, 2),
+    "Box, int64": boxes(-5, 5, (2,), np.int64, -2, 2),
     "Discrete": (spaces.Discrete(3, start=-7), -7, -6),
     "MultiDiscrete, two axes": (
-        spaces.MultiDiscrete([[2, 3], [2, 2]]), np.array([[0, 2], [0, 0]]), np.array([[0, 1], [0, 0]])
+        MultiDiscrete([[2, 3], [2, 2]]), np.array([[0, 2], [0, 0]]), np.array([[0, 1], [0, 0]])
     ),
     "MultiBinary": (spaces.MultiBinary((2, 2)), np.eye(2, dtype=np.int8), np.zeros((2, 2), np.int8)),
     "Dict and Tuple": (
@@ -120,7 +123,7 @@ ACTIONS: dict[str, tuple[spaces.Space[Any], Callable[[Any, int], float]]] = {
     ),
     "Discrete": (spaces.Discrete(4, start=-2), lambda a, bit: same(a, bit - 2)),
     "MultiDiscrete, two axes": (
-        spaces.MultiDiscrete([[2, 3], [3, 2]], start=[[0, 5], [0, 0]]),
+        MultiDiscrete([[2, 3], [3, 2]], start=[[0, 5], [0, 0]]),
         lambda a, bit: same(a, [[bit, 7], [2, 1 - bit]]),
     ),
     "MultiBinary": (spaces.MultiBinary((2, 2)), lambda a, bit: same(a, [[bit, 1], [0, 1 - bit]])),
@@ -271,7 +274,7 @@ def test_flat_observations_are_those_of_gymnasium() -> None:
         observation = space.sample()
         row = rows.empty(1)
         rows.write(row, 0, observation)
-        expected = spaces.flatten(space, observation)
+        expected: Any = spaces.flatten(space, observation)
         assert np.array_equal(row[0], expected)
         assert row.dtype == expected.dtype
 

@@ -90,7 +90,7 @@ class MultiAgentEnv(gymnasium.Env[Any, Any]):
         return list(self.reset()[0])
 
 
-def make_multi_agent(env: str | type | Callable[[EnvContext], Any]) -> type[MultiAgentEnv]:
+def make_multi_agent(env: str | type | Callable[[EnvContext], Any]) -> type[Any]:
     """A `MultiAgentEnv` class of independent copies of an environment of one agent, with agents 0, 1, 2, ….
 
     ``env_config`` has the key ``num_agents`` (by default 1); the rest goes to the environment. A copy whose episode has

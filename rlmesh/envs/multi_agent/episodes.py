@@ -192,7 +192,8 @@ class EpisodeBook:
         form = self.rows[track.policy_id].observations
         row = form.empty(1)
         form.write(row, 0, observation)
-        if row.dtype.kind == "f" and not np.isfinite(row).all():
+        # The sum is the cheaper check; it may overflow though all elements are finite.
+        if row.dtype.kind == "f" and not math.isfinite(row.sum()) and not np.isfinite(row).all():
             raise FloatingPointError(
                 f"{self._place(i)} gave agent {track.agent_id!r} an observation with NaN or infinity"
             )

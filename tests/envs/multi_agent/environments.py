@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,7 +30,7 @@ class Scripted(MultiAgentEnv):
 
     observation_space = BOX
     action_space = TWO
-    possible_agents = ("a", "b", "c")
+    possible_agents: Sequence[str] = ("a", "b", "c")
 
     def __init__(self, episodes: list[list[Event]], fails: tuple[int, int] | None = None) -> None:
         self.episodes, self.fails, self.episode, self.at = episodes, fails, -1, 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from importlib import import_module
 from typing import Any
 
 import numpy as np
@@ -14,10 +15,10 @@ from rlmesh.errors import UsageError
 
 from .environments import Always, Anything
 
-pettingzoo = pytest.importorskip("pettingzoo", reason="PettingZoo is not installed (extra: pettingzoo)")
+pettingzoo: Any = pytest.importorskip("pettingzoo", reason="PettingZoo is not installed (extra: pettingzoo)")
 gymnasium = pytest.importorskip("gymnasium")
 
-from examples.envs import nim  # noqa: E402
+nim: Any = import_module("examples.envs.nim")
 
 
 def classic(name: str) -> Any:
@@ -32,14 +33,15 @@ class Lights(pettingzoo.ParallelEnv):  # type: ignore[misc]
     """Each agent is paid for saying whether its light is on; agent i stays for i + 2 steps; the last one is truncated.
 
     Args:
-        one_array: observe by one array for all agents and steps.
+        same_arrays: reuse one array per agent for all its observations.
     """
 
     metadata = {"name": "lights"}  # noqa: RUF012
     possible_agents = ("0", "1", "2")
 
-    def __init__(self, one_array: bool = False) -> None:
-        self.one_array, self.array = one_array, np.zeros(1, np.float32)
+    def __init__(self, same_arrays: bool = False) -> None:
+        self.same_arrays = same_arrays
+        self.arrays = {agent: np.zeros(1, np.float32) for agent in self.possible_agents}
 
     def observation_space(self, agent: str) -> Any:
         return gymnasium.spaces.Box(-1, 1, (1,), np.float32)
@@ -55,7 +57,11 @@ class Lights(pettingzoo.ParallelEnv):  # type: ignore[misc]
 
     def _observe(self, agents: list[str]) -> dict[str, Any]:
         self.on = {agent: int(self.random.integers(2)) for agent in agents}
-        return {agent: np.array([2 * on - 1], np.float32) for agent, on in self.on.items()}
+        for agent, on in self.on.items():
+            if not self.same_arrays:
+                self.arrays[agent] = np.zeros(1, np.float32)
+            self.arrays[agent][:] = 2 * on - 1
+        return {agent: self.arrays[agent] for agent in agents}
 
     def step(self, actions: Any) -> tuple[Any, ...]:
         assert list(actions) == self.agents
@@ -79,6 +85,14 @@ def test_a_parallel_environment() -> None:
     assert ends == [(0, 2, True, False), (1, 3, True, False), (2, 4, False, True)] * 2
     assert runner.take_stats().lengths == [4, 4]
     assert len(np.unique(batch["obs"])) == 2
+
+
+def test_arrays_that_an_environment_reuses_are_copied() -> None:
+    def sampled(same_arrays: bool) -> Any:
+        return MultiAgentEnvRunner(lambda context: Lights(same_arrays), Always, num_envs=2, seed=1).sample(30)
+
+    fresh, reused = sampled(False), sampled(True)
+    assert fresh == reused
 
 
 def test_an_agent_that_leaves_without_a_flag_is_an_error() -> None:

@@ -8,6 +8,7 @@ import gymnasium as gym
 import pytest
 
 from rlmesh.envs import DQNConfig, MultiAgentEnv, PolicySpec, PPOConfig, make_multi_agent
+from rlmesh.envs.checks import check_env
 from rlmesh.envs.connectors import RewardClip
 from rlmesh.envs.multi_agent.policies import AgentEpisode, PolicyMapping
 from rlmesh.errors import UsageError
@@ -126,9 +127,14 @@ def test_copies_of_an_environment() -> None:
     assert list(observations) == [0, 1, 2]
     steps, over = 0, False
     while not over:
-        live = [agent for agent in observations if agent not in env.done]  # type: ignore[attr-defined]
+        live = [agent for agent in observations if agent not in env.done]
         observations, _, terminateds, _, _ = env.step(dict.fromkeys(live, 0))
         steps, over = steps + 1, terminateds["__all__"]
     assert steps < 20
     with pytest.raises(UsageError, match="num_agents is a whole number above 0, not 0"):
         make_multi_agent("CartPole-v1")({"num_agents": 0})
+
+
+def test_checks_of_environments_are_for_one_agent() -> None:
+    with pytest.raises(UsageError, match="the environment Convoy has several agents; the checks are for one"):
+        check_env(lambda context: Convoy())
