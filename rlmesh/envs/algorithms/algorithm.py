@@ -70,15 +70,13 @@ class Algorithm:
     def _runner_arguments(self, config: AlgorithmConfig) -> dict[str, Any]:
         fragment = config["rollout_fragment_length"]
         return {
-            "policy_class": config.policy_class(), "env_creator": config["env"], "env_config": config["env_config"],
-            "policy_config": config.policy_config(), "num_envs": config["num_envs_per_env_runner"],
+            **config.runner_policies(), "env_creator": config["env"], "env_config": config["env_config"],
+            "num_envs": config["num_envs_per_env_runner"],
             "rollout_fragment_length": 200 if fragment == "auto" else fragment, "seed": config["seed"],
             "new_obs": self.wants_new_obs, "infos": False, "explore": config["explore"],
             "restart_failed_sub_environments": config["restart_failed_sub_environments"],
             "vectorize_mode": config["vectorize_mode"], "sample_timeout_s": config["sample_timeout_s"],
-            "connectors": config["connectors"], "policies": config["policies"],
-            "policy_mapping_fn": config["policy_mapping_fn"], "policy_configs": config.policy_configs(),
-            "max_sequence_length": config["max_sequence_length"],
+            "connectors": config["connectors"], "max_sequence_length": config["max_sequence_length"],
         }  # fmt: skip
 
     wants_new_obs = False
@@ -161,9 +159,10 @@ class Algorithm:
             seed = config["seed"]
             arguments["seed"] = None if seed is None else seed + 1_000_003
             arguments["policy_config"] = {**arguments["policy_config"], "estimate_advantages": None}
-            arguments["policy_configs"] = {
-                name: {**each, "estimate_advantages": None} for name, each in arguments["policy_configs"].items()
-            }
+            if "policy_configs" in arguments:
+                arguments["policy_configs"] = {
+                    name: {**each, "estimate_advantages": None} for name, each in arguments["policy_configs"].items()
+                }
             arguments["learn_connectors"] = False
             number = config["evaluation_num_env_runners"]
             self._evaluation = EnvRunnerGroup(**arguments, num_env_runners=number)

@@ -190,13 +190,23 @@ class AlgorithmConfig:
     of_all_policies: ClassVar[tuple[str, ...]] = ("train_batch_size", "estimate_advantages")
     """Settings of training that cannot differ from policy to policy."""
 
-    def policy_configs(self) -> dict[str, dict[str, Any]]:
-        """`policy_config` of each policy, with the changes of its `PolicySpec`.
+    def runner_policies(self) -> dict[str, Any]:
+        """The arguments of a runner that say which policies there are, with the changes of each `PolicySpec`.
 
         Raises:
             UsageError: a spec changes a setting that does not exist, or that is not one of a policy.
         """
-        return {name: self._config_of(name, spec.config).policy_config() for name, spec in self._specs().items()}
+        specs, mapping = self._specs(), self._values["policy_mapping_fn"]
+        configs = {name: self._config_of(name, spec.config).policy_config() for name, spec in specs.items()}
+        if specs.keys() == {"default_policy"} and mapping is None:
+            (spec,) = specs.values()
+            return {
+                "policy_class": spec.policy_class or self.policy_class(), "policy_config": configs["default_policy"],
+            }  # fmt: skip
+        return {
+            "policy_class": self.policy_class(), "policy_config": self.policy_config(), "policies": specs,
+            "policy_mapping_fn": mapping, "policy_configs": configs,
+        }  # fmt: skip
 
     def _specs(self) -> dict[str, PolicySpec]:
         return policy_specs(self._values["policies"])

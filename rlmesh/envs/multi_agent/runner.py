@@ -106,7 +106,11 @@ class MultiAgentEnvRunner:
         if self.seed is not None:
             config.setdefault("model_seed", policy_seed(self.seed, name))
             config["seed"] = env_seed(policy_seed(self.seed, name), self.worker_index, POLICY_PLACE, self.start)
-        return (spec.policy_class or policy_class)(obs, action, config)
+        policy = (spec.policy_class or policy_class)(obs, action, config)
+        is_recurrent: Any = getattr(policy, "is_recurrent", None)
+        if is_recurrent is not None and is_recurrent():
+            raise UsageError(f"the policy {name!r} has a memory; policies of several agents have none yet")
+        return policy
 
     def _context(self, index: int) -> EnvContext:
         return EnvContext(

@@ -6,9 +6,8 @@ from typing import Any
 
 from rlmesh.envs.environments.registry import EnvContext, EnvCreator, env_creator_of
 from rlmesh.envs.multi_agent.pettingzoo_env import multi_agent_env_of
-from rlmesh.envs.multi_agent.policies import policy_specs
 from rlmesh.envs.multi_agent.runner import MultiAgentEnvRunner
-from rlmesh.envs.runners.env_runner import DEFAULT_POLICY, EnvRunner
+from rlmesh.envs.runners.env_runner import EnvRunner
 
 __all__ = ["AnyRunner", "make_runner"]
 
@@ -34,8 +33,7 @@ def make_runner(env_creator: Any, *, policies: Any = None, policy_mapping_fn: An
         given: further arguments of the runner.
     """
     creator = env_creator_of(env_creator)
-    specs = policy_specs(policies)
-    several = policy_mapping_fn is not None or specs.keys() != {DEFAULT_POLICY}
+    several = policies is not None or policy_mapping_fn is not None
     if not several and not hasattr(creator, "env_id"):  # ids of Gymnasium have one agent
         context = EnvContext(
             given.get("env_config"), worker_index=given.get("worker_index", 0), num_workers=given.get("num_workers", 0)
@@ -45,8 +43,4 @@ def make_runner(env_creator: Any, *, policies: Any = None, policy_mapping_fn: An
         creator = _GivesFirst(creator, first)
     if several:
         return MultiAgentEnvRunner(creator, policies=policies, policy_mapping_fn=policy_mapping_fn, **given)
-    own = given.pop("policy_configs", None) or {}
-    if DEFAULT_POLICY in own:
-        given["policy_config"] = own[DEFAULT_POLICY]
-    given["policy_class"] = specs[DEFAULT_POLICY].policy_class or given["policy_class"]
     return EnvRunner(creator, **given)

@@ -233,8 +233,8 @@ def test_remote_runners_make_the_same_batches(tmp_path: Path) -> None:
         group = algorithm.env_runner_group
         local = [
             MultiAgentEnvRunner(
-                alternating, config.policy_class(), policy_configs=config.policy_configs(), worker_index=i,
-                num_workers=2, infos=False, new_obs=False, **settings,
+                alternating, worker_index=i, num_workers=2, infos=False, new_obs=False,
+                **{**config.runner_policies(), **settings},
             )
             for i in (1, 2)
         ]  # fmt: skip
