@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 def test_the_blocks_of_the_page_run(tmp_path: Path) -> None:
     page = (ROOT / "docs" / "environments.md").read_text()
     blocks = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
-    assert len(blocks) == 10
+    assert len(blocks) == 11
     program = "\n".join(blocks).replace("\n", "\n    ")
     (tmp_path / "page.py").write_text(f'if __name__ == "__main__":\n    {program}\n')
     done = run(tmp_path / "page.py", tmp_path)
@@ -36,6 +36,16 @@ def test_the_example_learns(tmp_path: Path) -> None:
     done = run(program, tmp_path)
     assert done.returncode == 0, done.stderr
     assert float(done.stdout.split()[-1]) > 400
+
+
+@pytest.mark.slow
+def test_the_example_with_two_players_learns(tmp_path: Path) -> None:
+    pytest.importorskip("pettingzoo", reason="PettingZoo is not installed (extra: pettingzoo)")
+    done = run(ROOT / "examples" / "envs" / "nim.py", tmp_path)
+    assert done.returncode == 0, done.stderr
+    *_, evaluation, opening = done.stdout.splitlines()
+    assert float(evaluation.split()[-1]) >= 0.8
+    assert opening == "it begins by taking 2"
 
 
 def run(program: Path, folder: Path) -> subprocess.CompletedProcess[str]:

@@ -40,6 +40,9 @@ def flattened(metrics: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
+WINDOWED = ("returns", "lengths", "of_agents")
+
+
 class EpisodeWindow:
     """The last episodes, over which returns and lengths are averaged.
 
@@ -50,8 +53,7 @@ class EpisodeWindow:
     def __init__(self, size: int) -> None:
         self.returns: deque[float] = deque(maxlen=size)
         self.lengths: deque[int] = deque(maxlen=size)
-        self.of_agents: dict[str, deque[float]] = {}
-        self.of_policies: dict[str, deque[float]] = {}
+        self.of_agents: deque[dict[str, tuple[str, float]]] = deque(maxlen=size)
         self.episodes = self.cut = self.env_steps = self.agent_steps = 0
 
     def add(self, stats: EpisodeStats) -> None:
@@ -62,9 +64,7 @@ class EpisodeWindow:
         self.cut += stats.cut
         self.env_steps += stats.env_steps
         self.agent_steps += stats.agent_steps
-        for own, its in ((self.of_agents, stats.agent_returns), (self.of_policies, stats.policy_returns)):
-            for name, returns in its.items():
-                own.setdefault(name, deque(maxlen=self.returns.maxlen)).extend(returns)
+        self.of_agents.extend(stats.of_agents)
 
     def summary(self, stats: EpisodeStats) -> dict[str, Any]:
         """Means over the window, and counts of one report and of the whole run; without episodes the means are NaN."""
@@ -86,26 +86,26 @@ class EpisodeWindow:
 
     def _of_several_agents(self, stats: EpisodeStats) -> dict[str, Any]:
         """Means by agent and by policy, if there are several agents."""
-        if not self.of_agents and not self.agent_steps:
+        if not self.agent_steps:
             return {}
-        by_policy = {name: float(np.mean(each)) for name, each in self.of_policies.items()}
+        by_agent: dict[str, list[float]] = {}
+        by_policy: dict[str, list[float]] = {}
+        for episode in self.of_agents:
+            for agent, (policy, total) in episode.items():
+                by_agent.setdefault(agent, []).append(total)
+                by_policy.setdefault(policy, []).append(total)
+        agents, policies = ({name: float(np.mean(each)) for name, each in by.items()} for by in (by_agent, by_policy))
         return {
-            "agent_episode_returns_mean": {name: float(np.mean(each)) for name, each in self.of_agents.items()},
-            "module_episode_returns_mean": by_policy, "policy_reward_mean": dict(by_policy),
-            "num_agent_steps_sampled": stats.agent_steps, "num_agent_steps_sampled_lifetime": self.agent_steps,
+            "agent_episode_returns_mean": agents, "module_episode_returns_mean": policies,
+            "policy_reward_mean": dict(policies), "num_agent_steps_sampled": stats.agent_steps,
+            "num_agent_steps_sampled_lifetime": self.agent_steps,
         }  # fmt: skip
 
     def get_state(self) -> dict[str, Any]:
-        lists = {name: list(getattr(self, name)) for name in ("returns", "lengths")}
-        by_name = {
-            name: {key: list(each) for key, each in getattr(self, name).items()}
-            for name in ("of_agents", "of_policies")
-        }
-        return {**vars(self), **lists, **by_name}
+        return {**vars(self), **{name: list(getattr(self, name)) for name in WINDOWED}}
 
     def set_state(self, state: Mapping[str, Any]) -> None:
         size = self.returns.maxlen
         vars(self).update(state)
-        self.returns, self.lengths = deque(state["returns"], size), deque(state["lengths"], size)
-        for name in ("of_agents", "of_policies"):
-            setattr(self, name, {key: deque(each, size) for key, each in getattr(self, name).items()})
+        for name in WINDOWED:
+            setattr(self, name, deque(state[name], size))

@@ -45,7 +45,7 @@ class EpisodeBook:
     ) -> None:  # fmt: skip
         self.rows, self.mapping, self._runner, self._infos = dict(rows), mapping, runner, infos
         self.running: list[RunningEpisode | None] = [None] * size
-        self._next_id, self._agents = first_id, dict[Any, int]()
+        self._next_id = first_id
 
     def clear(self) -> None:
         """Forget all rows whose results are missing."""
@@ -162,12 +162,12 @@ class EpisodeBook:
             self.rows[name].set_state(rows)
 
     def counters(self) -> dict[str, Any]:
-        """The next number of a trajectory, and the agents that were seen."""
-        return {"next_id": self._next_id, "agents": dict(self._agents)}
+        """The next number of a trajectory."""
+        return {"next_id": self._next_id}
 
     def set_counters(self, counters: Mapping[str, Any]) -> None:
         """Take over counters of `counters`."""
-        self._next_id, self._agents = counters["next_id"], dict(counters["agents"])
+        self._next_id = counters["next_id"]
 
     def _of(self, i: int) -> RunningEpisode:
         running = self.running[i]
@@ -180,8 +180,7 @@ class EpisodeBook:
 
     def _join(self, running: RunningEpisode, agent_id: Any, observation: Any) -> AgentTrack:
         policy_id = self.mapping(agent_id, running, self._runner)
-        index = self._agents.setdefault(agent_id, len(self._agents))
-        track = AgentTrack(agent_id, policy_id, index, self._new_id(), np.zeros(0))
+        track = AgentTrack(agent_id, policy_id, len(running.tracks), self._new_id(), np.zeros(0))
         track.observation = self._row(running.env_id, track, observation)
         track.total = running.early.pop(agent_id, 0.0)
         running.tracks[agent_id] = track
@@ -219,9 +218,7 @@ class EpisodeBook:
         tracks = running.tracks.values()
         stats.returns.append(sum(track.total for track in tracks) + sum(running.early.values()))
         stats.lengths.append(running.length)
-        for track in tracks:
-            stats.agent_returns.setdefault(str(track.agent_id), []).append(track.total)
-            stats.policy_returns.setdefault(track.policy_id, []).append(track.total)
+        stats.of_agents.append({str(track.agent_id): (track.policy_id, track.total) for track in tracks})
 
     def _place(self, i: int) -> str:
         return f"environment {i} of runner {self._runner.worker_index}"

@@ -28,7 +28,7 @@ class AgentTrack:
 
     Attributes:
         agent_id, policy_id: the agent, and the policy that it has in this episode.
-        index: place of the agent among the agents that its runner has seen.
+        index: place of the agent among the agents of the episode.
         eps_id: number of this trajectory, unique over all runners.
         observation: the last one, as a row.
         t: number of actions so far.

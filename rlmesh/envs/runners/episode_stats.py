@@ -18,7 +18,8 @@ class EpisodeStats:
         cut: number of episodes that ended because their environment broke; they are in no other list.
         env_steps: steps of environments.
         agent_steps: steps of agents, where there are several; otherwise 0.
-        agent_returns, policy_returns: sums of rewards by agent and by policy, where there are several.
+        of_agents: by agent, its policy and the sum of its rewards, for each episode of ``returns``; empty if there is
+            one agent.
     """
 
     returns: list[float] = field(default_factory=list)
@@ -26,8 +27,7 @@ class EpisodeStats:
     cut: int = 0
     env_steps: int = 0
     agent_steps: int = 0
-    agent_returns: dict[str, list[float]] = field(default_factory=dict)
-    policy_returns: dict[str, list[float]] = field(default_factory=dict)
+    of_agents: list[dict[str, tuple[str, float]]] = field(default_factory=list)
 
     def __len__(self) -> int:
         return len(self.returns)
@@ -42,7 +42,5 @@ class EpisodeStats:
             total.cut += part.cut
             total.env_steps += part.env_steps
             total.agent_steps += part.agent_steps
-            for own, its in ((total.agent_returns, part.agent_returns), (total.policy_returns, part.policy_returns)):
-                for name, returns in its.items():
-                    own[name] = own.get(name, []) + returns
+            total.of_agents += part.of_agents
         return total

@@ -150,7 +150,7 @@ def test_turns_of_an_environment() -> None:
     assert first["new_obs"].tolist() == [4, 0]
     stats = runner.take_stats()
     assert (stats.returns, stats.lengths) == ([0.0], [4])
-    assert stats.agent_returns == {"player_0": [-1.0], "player_1": [1.0]}
+    assert stats.of_agents == [{"player_0": ("player_0", -1.0), "player_1": ("player_1", 1.0)}]
 
 
 def test_a_policy_learns_to_win_a_game_of_turns() -> None:

@@ -75,8 +75,7 @@ def test_rewards_between_turns_are_added_up() -> None:
         np.testing.assert_allclose(part["advantages"], by_hand(part), rtol=1e-5)
     stats = runner.take_stats()
     assert stats.returns == [1 + 12 + 24 + 0]
-    assert stats.agent_returns == {"a": [6.0], "b": [31.0]}
-    assert stats.policy_returns == {"even": [6.0], "odd": [31.0]}
+    assert stats.of_agents == [{"a": ("even", 6.0), "b": ("odd", 31.0)}]
     assert stats.lengths == [4]
 
 
