@@ -62,7 +62,7 @@ class Algorithm:
         """Make the runners and learners; a subclass that overrides this method calls it first."""
         self.env_runner_group = EnvRunnerGroup(
             **self._runner_arguments(config), num_env_runners=config["num_env_runners"],
-            max_restarts=config["max_env_runner_restarts"] if config["restart_failed_env_runners"] else 0,
+            max_restarts=restarts_of(config),
         )  # fmt: skip
         self.learner_group = LearnerGroup(self.env_runner.policy_map, config["policies_to_train"])
         self.learner_group.require_learning()
@@ -71,12 +71,12 @@ class Algorithm:
         fragment = config["rollout_fragment_length"]
         return {
             **config.runner_policies(), "env_creator": config["env"], "env_config": config["env_config"],
-            "num_envs": config["num_envs_per_env_runner"],
-            "rollout_fragment_length": 200 if fragment == "auto" else fragment, "seed": config["seed"],
+            "num_envs": config["num_envs_per_env_runner"], "seed": config["seed"],
             "new_obs": self.wants_new_obs, "infos": False, "explore": config["explore"],
             "restart_failed_sub_environments": config["restart_failed_sub_environments"],
             "vectorize_mode": config["vectorize_mode"], "sample_timeout_s": config["sample_timeout_s"],
             "connectors": config["connectors"], "max_sequence_length": config["max_sequence_length"],
+            **({} if fragment == "auto" else {"rollout_fragment_length": fragment}),
         }  # fmt: skip
 
     wants_new_obs = False
@@ -165,7 +165,7 @@ class Algorithm:
                 }
             arguments["learn_connectors"] = False
             number = config["evaluation_num_env_runners"]
-            self._evaluation = EnvRunnerGroup(**arguments, num_env_runners=number)
+            self._evaluation = EnvRunnerGroup(**arguments, num_env_runners=number, max_restarts=restarts_of(config))
         self._evaluation.local_env_runner.set_weights(self.env_runner.get_weights())
         self._evaluation.sync_weights()
         amount, episodes = config["evaluation_duration"], config["evaluation_duration_unit"] == "episodes"
@@ -192,17 +192,26 @@ class Algorithm:
         return self.get_policy(module_id).module  # type: ignore[attr-defined]
 
     def compute_single_action(
-        self, observation: Any, policy_id: str = DEFAULT_POLICY, *, explore: bool | None = None
+        self, observation: Any, state: Any = None, *, policy_id: str = DEFAULT_POLICY, explore: bool | None = None
     ) -> Any:
         """The action for one observation of the environment.
 
         Args:
+            state: of a recurrent policy, before this observation: a dict of arrays, as the last call returned it; None
+                at the start of an episode.
             policy_id: with several agents, the policy that chooses it.
+            explore: None: the setting ``explore``.
+
+        Returns:
+            The action; of a recurrent policy ``(action, state, {})`` with the state after the observation.
         """
         import numpy as np
 
-        action = self.compute_actions({0: observation}, policy_id, explore=explore)[0]
-        return action.item() if isinstance(action, np.generic | np.ndarray) and np.ndim(action) == 0 else action
+        chosen = self.config["explore"] if explore is None else explore
+        actions, states = self.env_runner.actions_and_states({0: observation}, policy_id, state, explore=chosen)
+        action = actions[0]
+        action = action.item() if isinstance(action, np.generic | np.ndarray) and np.ndim(action) == 0 else action
+        return (action, states, {}) if self.get_policy(policy_id).is_recurrent() else action
 
     def compute_actions(
         self, observations: Mapping[Any, Any], policy_id: str | None = None, *, explore: bool | None = None
@@ -217,8 +226,8 @@ class Algorithm:
         if not isinstance(observations, Mapping):
             raise UsageError("compute_actions takes a dict of observations; for one observation, compute_single_action")
         chosen = self.config["explore"] if explore is None else explore
-        found: dict[Any, Any] = self.env_runner.compute_actions(observations, policy_id, explore=chosen)
-        return found
+        actions: dict[Any, Any] = self.env_runner.actions_and_states(observations, policy_id, explore=chosen)[0]
+        return actions
 
     def get_weights(self, policies: Iterable[str] | None = None) -> dict[str, Any]:
         """Weights by policy id, of all policies or of those named."""
@@ -296,3 +305,8 @@ class Algorithm:
 
     def __exit__(self, *_: object) -> None:
         self.stop()
+
+
+def restarts_of(config: AlgorithmConfig) -> int:
+    """The number of restarts of remote runners that the settings allow."""
+    return int(config["max_env_runner_restarts"]) if config["restart_failed_env_runners"] else 0

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from rlmesh.envs.algorithms.settings import ALIASES, NOT_THERE, SECTIONS, problems_of
 from rlmesh.envs.environments.registry import did_you_mean, env_creator_of
+from rlmesh.envs.external.spec import external_problems
 from rlmesh.envs.multi_agent.policies import PolicySpec, policy_specs
 from rlmesh.errors import UsageError
 
@@ -225,7 +226,7 @@ class AlgorithmConfig:
 
     def problems(self) -> list[str]:
         """The faults of the settings; a subclass appends those of its own."""
-        found = problems_of(self._values)
+        found = [*problems_of(self._values), *external_problems(self._values)]
         found += self._problems_of_policies()
         if self._values["env"] is None:
             found.append("environment(…): name an environment")

@@ -25,11 +25,12 @@ def synchronous_parallel_sample(
 
     Args:
         worker_set: the group. Its remote runners sample, or, if there are none, its local one.
-        max_env_steps: steps of environments in total, rounded up so that each environment makes the same number.
-            Without it, one fragment of each runner.
+        max_env_steps: steps of environments in total, rounded up so that each environment makes the same number; if
+            the group was given a ``rollout_fragment_length``, to whole fragments of it, each of which has returns of
+            its own. Without ``max_env_steps``, one fragment of each runner.
         max_agent_steps: steps of agents in total, at least; with one agent, the same as ``max_env_steps``. Of several
             agents, samples follow each other until there are so many.
-        concat: False returns a list with one batch per runner.
+        concat: False returns a list with one batch per runner and fragment.
 
     Returns:
         A `MultiAgentBatch`; with one agent, its policy is ``default_policy``. The group keeps the statistics of its
@@ -37,24 +38,26 @@ def synchronous_parallel_sample(
     """
     if max_env_steps is not None and max_agent_steps is not None:
         raise UsageError("synchronous_parallel_sample: give max_env_steps or max_agent_steps, not both")
-    if max_agent_steps is not None:
-        batches = _by_agent_steps(worker_set, max_agent_steps)
+    wanted = max_env_steps if max_env_steps is not None else max_agent_steps
+    batches: list[Any] = []
+    if wanted is not None and (worker_set.fragment_length is not None or max_agent_steps is not None):
+        of_agents = max_agent_steps is not None
+        while (missing := wanted - sum(b.agent_steps() if of_agents else b.env_steps() for b in batches)) > 0:
+            batches += worker_set.sample_all(num_steps=_next_steps(worker_set, batches, missing))
     else:
-        batches = worker_set.sample_all(num_steps=max_env_steps)
+        batches = worker_set.sample_all(num_steps=wanted)
     if not concat:
         return [batch.as_multi_agent() for batch in batches]
     return SampleBatch.concat_samples(batches).as_multi_agent()
 
 
-def _by_agent_steps(worker_set: EnvRunnerGroup, wanted: int) -> list[Any]:
-    parts: list[list[Any]] = []
-    agent_steps = env_steps = 0
-    while agent_steps < wanted:
-        per_step = max(1.0, agent_steps / env_steps) if env_steps else float(worker_set.agents_at_once)
-        parts.append(worker_set.sample_all(num_steps=max(1, math.ceil((wanted - agent_steps) / per_step))))
-        agent_steps += sum(batch.agent_steps() for batch in parts[-1])
-        env_steps += sum(batch.env_steps() for batch in parts[-1])
-    return [batch for part in parts for batch in part] if len(parts) > 1 else parts[0]
+def _next_steps(worker_set: EnvRunnerGroup, batches: list[Any], missing: int) -> int | None:
+    """Steps of environments to sample next; None: one fragment of each runner."""
+    if worker_set.fragment_length is not None:
+        return None
+    agent_steps = sum(batch.agent_steps() for batch in batches)
+    env_steps = sum(batch.env_steps() for batch in batches)
+    return max(1, math.ceil(missing / (agent_steps / env_steps if agent_steps else worker_set.agents_at_once)))
 
 
 def train_one_step(algorithm: Algorithm, train_batch: SampleBatch | MultiAgentBatch) -> ResultDict:

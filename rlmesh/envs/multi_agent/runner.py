@@ -107,8 +107,7 @@ class MultiAgentEnvRunner:
             config.setdefault("model_seed", policy_seed(self.seed, name))
             config["seed"] = env_seed(policy_seed(self.seed, name), self.worker_index, POLICY_PLACE, self.start)
         policy = (spec.policy_class or policy_class)(obs, action, config)
-        is_recurrent: Any = getattr(policy, "is_recurrent", None)
-        if is_recurrent is not None and is_recurrent():
+        if policy.is_recurrent():
             raise UsageError(f"the policy {name!r} has a memory; policies of several agents have none yet")
         return policy
 
@@ -139,13 +138,18 @@ class MultiAgentEnvRunner:
         """The policy that an agent would have in a new episode."""
         return self.mapping(agent_id, AgentEpisode(-1), self)
 
-    def compute_actions(self, observations: Mapping[Any, Any], policy_id: str | None = None, *, explore: bool) -> Any:
-        """The actions for observations of the environment, by the same keys.
+    def actions_and_states(
+        self, observations: Mapping[Any, Any], policy_id: str | None = None, state: Any = None, *, explore: bool
+    ) -> tuple[dict[Any, Any], dict[str, Any]]:
+        """The actions for observations of the environment, by the same keys, and no state.
 
         Args:
             observations: by agent, or by any other key if there is a ``policy_id``.
             policy_id: the policy of all of them; None: each agent's own.
+            state: policies of several agents have none.
         """
+        if state:
+            raise UsageError("policies of several agents have no memory yet: leave the state out")
         if policy_id is not None:
             self.get_policy(policy_id)
         by_policy: dict[str, list[Any]] = {}
@@ -159,7 +163,7 @@ class MultiAgentEnvRunner:
                 own.observations.write(batch, i, observations[key])
             actions = self.policy_map[name].explorer(1, len(keys), explore=explore).act(0, batch)
             found.update(zip(keys, own.actions.to_env(actions), strict=True))
-        return {key: found[key] for key in observations}
+        return {key: found[key] for key in observations}, {}
 
     def sample(self, num_steps: int | None = None, *, num_episodes: int | None = None) -> MultiAgentBatch:
         """Step the environments, and return the steps of their agents by policy.

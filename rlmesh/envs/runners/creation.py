@@ -1,17 +1,15 @@
-"""The runner of an environment: one for one agent, another for several."""
+"""`make_runner`: the runner of an environment of any kind."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from rlmesh.envs.environments.registry import EnvContext, EnvCreator, env_creator_of
+from rlmesh.envs.external.spec import ExternalEnv
 from rlmesh.envs.multi_agent.pettingzoo_env import multi_agent_env_of
-from rlmesh.envs.multi_agent.runner import MultiAgentEnvRunner
 from rlmesh.envs.runners.env_runner import EnvRunner
 
-__all__ = ["AnyRunner", "make_runner"]
-
-AnyRunner = EnvRunner | MultiAgentEnvRunner
+__all__ = ["make_runner"]
 
 
 class _GivesFirst:
@@ -25,22 +23,26 @@ class _GivesFirst:
         return self._creator(context) if first is None else first
 
 
-def make_runner(env_creator: Any, *, policies: Any = None, policy_mapping_fn: Any = None, **given: Any) -> AnyRunner:
-    """A `MultiAgentEnvRunner` if policies are given or the environment has several agents, otherwise an `EnvRunner`.
-
-    Args:
-        env_creator: see `EnvRunner`.
-        given: further arguments of the runner.
-    """
-    creator = env_creator_of(env_creator)
+def make_runner(
+    env_creator: Any, policy_class: Any, *, policies: Any = None, policy_mapping_fn: Any = None, **arguments: Any
+) -> Any:
+    """An `EnvRunner`; a `MultiAgentEnvRunner` if policies are given or the environment has several agents; or an
+    `ExternalEnvRunner` for an external environment."""
     several = policies is not None or policy_mapping_fn is not None
-    if not several and not hasattr(creator, "env_id"):  # ids of Gymnasium have one agent
-        context = EnvContext(
-            given.get("env_config"), worker_index=given.get("worker_index", 0), num_workers=given.get("num_workers", 0)
-        )
-        first = creator(context)
+    creator = env_creator
+    if isinstance(env_creator, ExternalEnv):
+        from rlmesh.envs.external.runner import ExternalEnvRunner
+
+        if not several:
+            return ExternalEnvRunner(env_creator, policy_class, **arguments)
+    elif not several and not hasattr(creator := env_creator_of(env_creator), "env_id"):  # ids are of one agent
+        place = {name: arguments.get(name, 0) for name in ("worker_index", "num_workers")}
+        first = creator(EnvContext(arguments.get("env_config"), **place))
         several = multi_agent_env_of(first) is not None
         creator = _GivesFirst(creator, first)
     if several:
-        return MultiAgentEnvRunner(creator, policies=policies, policy_mapping_fn=policy_mapping_fn, **given)
-    return EnvRunner(creator, **given)
+        from rlmesh.envs.multi_agent.runner import MultiAgentEnvRunner
+
+        more = {"policies": policies, "policy_mapping_fn": policy_mapping_fn}
+        return MultiAgentEnvRunner(creator, policy_class, **more, **arguments)
+    return EnvRunner(creator, policy_class, **arguments)
