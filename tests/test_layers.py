@@ -58,6 +58,7 @@ HEAVY = {
     "tensorboard": (),
     "omegaconf": ("rlmesh.rl.trainers",),
     "gymnasium": ("rlmesh.envs", "rlmesh.cli.commands.train"),
+    "pettingzoo": (),
     "vllm": ("rlmesh.rl.engines",),
     "deepspeed": ("rlmesh.rl.engines.training", "rlmesh.weights.zero_source"),
     "pynvml": ("rlmesh.placement.machine.nvml",),

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 from rlmesh.envs.algorithms.settings import ALIASES, NOT_THERE, SECTIONS, problems_of
 from rlmesh.envs.environments.registry import did_you_mean, env_creator_of
 from rlmesh.envs.external.spec import external_problems
+from rlmesh.envs.multi_agent.policies import PolicySpec, policy_specs
 from rlmesh.errors import UsageError
 
 if TYPE_CHECKING:
@@ -56,7 +57,8 @@ class AlgorithmConfig:
         Args:
             env: see above.
             settings: ``env_config`` (passed to the creator), ``disable_env_checking`` (False: `build` refuses an
-                environment in which `rlmesh.envs.checks.check_env` finds a fault).
+                environment in which `rlmesh.envs.checks.check_env` finds a fault), ``max_sequence_length`` (room for
+                the elements of a Sequence, and the nodes and edges of a Graph, in observations).
         """
         if env is not None:
             settings["env"] = env
@@ -86,10 +88,13 @@ class AlgorithmConfig:
         return self._set("learners", settings)
 
     def multi_agent(self, **settings: Any) -> Self:
-        """Policies of several agents. Only one policy is supported so far.
+        """Policies of several agents.
 
-        Raises:
-            UsageError: more than one policy.
+        Args:
+            settings: ``policies`` (names, or a dict by name of `PolicySpec`, of classes of policies, or of None),
+                ``policy_mapping_fn`` (a function of ``agent_id`` and ``episode`` that returns a name),
+                ``policies_to_train`` (names, or a function of a name and a batch; the others stay as they are),
+                ``count_steps_by`` (``"env_steps"`` or ``"agent_steps"``: what ``train_batch_size`` counts).
         """
         return self._set("multi_agent", settings)
 
@@ -183,9 +188,46 @@ class AlgorithmConfig:
             "torch_threads": self._values["torch_threads"],
         }  # fmt: skip
 
+    of_all_policies: ClassVar[tuple[str, ...]] = ("train_batch_size", "estimate_advantages")
+    """Settings of training that cannot differ from policy to policy."""
+
+    def runner_policies(self) -> dict[str, Any]:
+        """The arguments of a runner that say which policies there are, with the changes of each `PolicySpec`.
+
+        Raises:
+            UsageError: a spec changes a setting that does not exist, or that is not one of a policy.
+        """
+        specs, mapping = self._specs(), self._values["policy_mapping_fn"]
+        configs = {name: self._config_of(name, spec.config).policy_config() for name, spec in specs.items()}
+        if specs.keys() == {"default_policy"} and mapping is None:
+            (spec,) = specs.values()
+            return {
+                "policy_class": spec.policy_class or self.policy_class(), "policy_config": configs["default_policy"],
+            }  # fmt: skip
+        return {
+            "policy_class": self.policy_class(), "policy_config": self.policy_config(), "policies": specs,
+            "policy_mapping_fn": mapping, "policy_configs": configs,
+        }  # fmt: skip
+
+    def _specs(self) -> dict[str, PolicySpec]:
+        return policy_specs(self._values["policies"])
+
+    def _config_of(self, policy_id: str, changes: Mapping[str, Any] | None) -> Self:
+        known = {*self._sections["training"], *self._sections["rl_module"]} - set(self.of_all_policies)
+        config = self.copy()
+        for name, value in (changes or {}).items():
+            if ALIASES.get(name, name) not in known:
+                raise UsageError(
+                    f"policies: the config of {policy_id!r} has no setting {name!r}, which could differ from policy to "
+                    f"policy.{did_you_mean(name, known, listed=False)}"
+                )
+            config[name] = value
+        return config
+
     def problems(self) -> list[str]:
         """The faults of the settings; a subclass appends those of its own."""
         found = [*problems_of(self._values), *external_problems(self._values)]
+        found += self._problems_of_policies()
         if self._values["env"] is None:
             found.append("environment(…): name an environment")
         else:
@@ -193,6 +235,27 @@ class AlgorithmConfig:
                 env_creator_of(self._values["env"])
             except UsageError as error:
                 found.append(str(error))
+        return found
+
+    def _problems_of_policies(self) -> list[str]:
+        """The faults of settings that differ from policy to policy."""
+        found = []
+        try:
+            specs = self._specs()
+        except UsageError:
+            return []  # problems_of has it
+        for name, spec in specs.items():
+            if not spec.config:
+                continue
+            try:
+                config = self._config_of(name, spec.config)
+            except UsageError as error:
+                found.append(str(error))
+                continue
+            alone = {"policies": None, "policies_to_train": None}
+            before = set(self.copy().multi_agent(**alone).problems())
+            config.multi_agent(**alone)
+            found += [f"policies: {name!r}: {fault}" for fault in config.problems() if fault not in before]
         return found
 
     def validate(self) -> None:

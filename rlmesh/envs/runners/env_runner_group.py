@@ -53,7 +53,7 @@ class EnvRunnerGroup:
         max_restarts: restarts of remote runners within ten minutes; one more ends the job.
         sample_timeout_s: longest wait for a call to remote runners.
         run_dir: folder of the job; None: a new one under ``runs``.
-        runner: further arguments of `EnvRunner`.
+        runner: further arguments of `EnvRunner`; of `MultiAgentEnvRunner`, if the environment has several agents.
 
     Raises:
         UsageError: arguments that cannot work. They are tried in this process before the job starts.
@@ -76,7 +76,7 @@ class EnvRunnerGroup:
         self.fragment_length: int | None = runner.get("rollout_fragment_length")
         # The local runner of a group with remote ones holds the weights; one environment tells it the spaces.
         local = {**given, "num_envs": 1} if num_env_runners else given
-        self.local_env_runner = make_runner(**local)
+        self.local_env_runner: Any = make_runner(**local)
         self._version = 0
         self.local_env_runner.weights_version = 0
         self._weights: Any = None
@@ -93,7 +93,7 @@ class EnvRunnerGroup:
                 raise
 
     @property
-    def local_worker(self) -> EnvRunner:
+    def local_worker(self) -> Any:
         """`local_env_runner`, under its older name. It may be called too, as in older versions."""
         return self.local_env_runner
 
@@ -101,6 +101,11 @@ class EnvRunnerGroup:
     def remote_workers(self) -> RemoteWorkers:
         """Handles of the remote runners, as a property or as a call: ``group.remote_workers()``."""
         return RemoteWorkers(self._remote or ())
+
+    @property
+    def agents_at_once(self) -> int:
+        """Number of agents that may act in one step of an environment, as far as the environment names them."""
+        return int(getattr(self.local_env_runner, "agents_at_once", 1))
 
     def num_remote_workers(self) -> int:
         """Number of remote runners."""
@@ -118,17 +123,19 @@ class EnvRunnerGroup:
         address = found[0]
         return address, str(Path(address.removeprefix("unix://")).with_name("key"))
 
-    def sample(self, num_steps: int | None = None, *, num_episodes: int | None = None) -> SampleBatch:
+    def sample(self, num_steps: int | None = None, *, num_episodes: int | None = None) -> Any:
         """A batch of all runners: the remote ones at the same time, or the local one if there are none.
 
         Args:
             num_steps: steps of environments in total, see `EnvRunner.sample`.
             num_episodes: whole episodes in total.
-        """
-        batch: SampleBatch = SampleBatch.concat_samples(self.sample_all(num_steps, num_episodes=num_episodes))
-        return batch
 
-    def sample_all(self, num_steps: int | None = None, *, num_episodes: int | None = None) -> list[SampleBatch]:
+        Returns:
+            A `SampleBatch`, or, of several agents, a `MultiAgentBatch`.
+        """
+        return SampleBatch.concat_samples(self.sample_all(num_steps, num_episodes=num_episodes))
+
+    def sample_all(self, num_steps: int | None = None, *, num_episodes: int | None = None) -> list[Any]:
         """The batches of the runners, one each; arguments as for `sample`.
 
         A runner that dies meanwhile restarts, gets the last weights, and samples its share. The share of the dead
@@ -193,7 +200,7 @@ class EnvRunnerGroup:
         import cloudpickle
 
         group = self._remote.options(timeout_s=self.timeout_s, idempotent=True)
-        group.call("apply", cloudpickle.dumps(EnvRunner.begin_episodes)).result()
+        group.call("apply", cloudpickle.dumps(lambda runner: runner.begin_episodes())).result()
 
     def foreach_worker(
         self, func: Callable[[EnvRunner], Any], *, local_env_runner: bool = True, local_worker: bool | None = None
