@@ -53,6 +53,7 @@ HEAVY = {
     "matplotlib": ("rlmesh.observe.run_report",),
     "tensorboard": (),
     "omegaconf": ("rlmesh.rl.trainers",),
+    "minari": ("rlmesh.envs.offline",),
     "gymnasium": ("rlmesh.envs", "rlmesh.cli.commands.train"),
     "vllm": ("rlmesh.rl.engines",),
     "deepspeed": ("rlmesh.rl.engines.training", "rlmesh.weights.zero_source"),

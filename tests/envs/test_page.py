@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 def test_the_blocks_of_the_page_run(tmp_path: Path) -> None:
     page = (ROOT / "docs" / "environments.md").read_text()
     blocks = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
-    assert len(blocks) == 10
+    assert len(blocks) == 12
     program = "\n".join(blocks).replace("\n", "\n    ")
     (tmp_path / "page.py").write_text(f'if __name__ == "__main__":\n    {program}\n')
     done = run(tmp_path / "page.py", tmp_path)

@@ -63,7 +63,15 @@ class Algorithm:
             **self._runner_arguments(config), num_env_runners=config["num_env_runners"],
             max_restarts=config["max_env_runner_restarts"] if config["restart_failed_env_runners"] else 0,
         )  # fmt: skip
-        self.learner_group = LearnerGroup(self.env_runner.policy_map)
+        number = config["num_learners"]
+        settings = {"timeout_s": config["sample_timeout_s"], "max_restarts": config["max_learner_restarts"]}
+        try:
+            self.learner_group = LearnerGroup(
+                self.env_runner.policy_map, num_learners=number, **settings if number else {}
+            )
+        except BaseException:
+            self.env_runner_group.stop()
+            raise
 
     def _runner_arguments(self, config: AlgorithmConfig) -> dict[str, Any]:
         fragment = config["rollout_fragment_length"]
@@ -255,7 +263,8 @@ class Algorithm:
 
     def stop(self) -> None:
         """Close environments, and end the jobs of remote runners; a second call does nothing."""
-        for group in (getattr(self, "env_runner_group", None), self._evaluation):
+        groups = ("learner_group", "env_runner_group", "_evaluation")
+        for group in (getattr(self, name, None) for name in groups):
             if group is not None:
                 group.stop()
 

@@ -13,6 +13,7 @@ import torch
 
 from rlmesh.envs.batches.sample_batch import SampleBatch
 from rlmesh.envs.learners.flat_adam import FlatAdam
+from rlmesh.envs.learners.partners import ALONE, LearnerShare, Partners
 from rlmesh.envs.learners.schedule import scheduled
 from rlmesh.envs.modules.rl_module import RLModule
 from rlmesh.errors import UsageError
@@ -38,6 +39,9 @@ class Learner:
     Attributes:
         wants: columns that `loss` reads; they become tensors.
         steps: rows that this learner was given so far, each counted once.
+        partners: the learners that update copies of the same module, each with a share of the batch. A loss must be
+            a mean over rows; statistics of the whole minibatch, such as those of standardised advantages, come from
+            `Partners.mean_and_std`.
     """
 
     wants: ClassVar[tuple[str, ...]] = ()
@@ -46,6 +50,7 @@ class Learner:
         self.module = module
         self.config: dict[str, Any] = {**DEFAULTS, **config}
         self.steps = 0
+        self.partners: Partners = ALONE
         self.generator = torch.Generator()
         self.generator.manual_seed(self.config.get("seed") or torch.seed())
         self._parameters = [p for p in module.parameters() if p.requires_grad]
@@ -75,11 +80,16 @@ class Learner:
     def after_update(self, stats: dict[str, float]) -> None:
         """Adapt settings to the statistics of an update."""
 
-    def update(self, batch: SampleBatch) -> dict[str, float]:
+    def update(self, batch: SampleBatch, share: LearnerShare | None = None) -> dict[str, float]:
         """Update the module with ``num_epochs`` passes over a batch, in minibatches of random rows.
 
         The minibatches of a pass have about the same size, ``minibatch_size`` at most, so that no last one has a row
         or two, whose standardised advantages would be noise.
+
+        Args:
+            batch: the whole batch, or the rows of this learner.
+            share: the place of these rows in the whole batch. The minibatches are those that one learner would have
+                made of it, whatever part of each of them is here.
 
         Returns:
             Statistics of the last pass, and the learning rate.
@@ -88,8 +98,8 @@ class Learner:
             UsageError: the batch is empty or lacks a column.
             FloatingPointError: the loss is NaN or infinite; the weights are those from before the update.
         """
-        tensors = self.tensors_of(batch)
-        rows, config = len(batch), self.config
+        first, rows = share or LearnerShare(0, len(batch))
+        tensors, config = self.tensors_of(batch, may_be_empty=share is not None), self.config
         parts = -(-rows // (config["minibatch_size"] or rows))
         bounds = [rows * i // parts for i in range(parts + 1)]
         lr = scheduled(config["lr"], self.steps)
@@ -102,16 +112,21 @@ class Learner:
                 order = torch.randperm(rows, generator=self.generator) if parts > 1 else None
                 is_last = epoch == config["num_epochs"] - 1
                 for start, end in pairwise(bounds):
-                    part = tensors
+                    part, here = tensors, len(batch)
                     if order is not None:
                         index = order[start:end]
+                        if share is not None:
+                            index = index[(index >= first) & (index < first + len(batch))] - first
                         part = {name: tensor.index_select(0, index) for name, tensor in tensors.items()}
-                    stats = self._step(part)
+                        here = len(index)
+                    stats = self._step(part, here, end - start)
                     if is_last:
                         for name, value in stats.items():
                             sums[name] = sums[name] + value if name in sums else value
             names = list(sums)
-            values = (torch.stack([sums[name].float() for name in names]) / parts).tolist()
+            totals = torch.stack([sums[name].float() for name in names]) / parts
+            self.partners.add(totals)
+            values = totals.tolist()
             if not (all(map(np.isfinite, values)) and all(bool(p.isfinite().all()) for p in self._parameters)):
                 raise FloatingPointError(f"the update gave {dict(zip(names, values, strict=True))}")
         self.steps += rows
@@ -119,27 +134,63 @@ class Learner:
         self.after_update(result)
         return {**result, "curr_lr": lr}
 
-    def tensors_of(self, batch: SampleBatch) -> dict[str, torch.Tensor]:
-        """The columns of a batch that `loss` reads, as tensors on the same memory."""
+    def check(self, batch: SampleBatch) -> None:
+        """Raise `UsageError` if the batch is empty or lacks a column."""
         if not len(batch):
             raise UsageError(f"{type(self).__name__}: the batch has no rows to learn from")
         lacks = [name for name in self.wants if name not in batch]
         if lacks:
             raise UsageError(f"{type(self).__name__} needs the column {lacks[0]!r}; the batch has {', '.join(batch)}")
+
+    def tensors_of(self, batch: SampleBatch, *, may_be_empty: bool = False) -> dict[str, torch.Tensor]:
+        """The columns of a batch that `loss` reads, as tensors on the same memory."""
+        if not may_be_empty:
+            self.check(batch)
         return {name: torch.from_numpy(_writable(batch[name])) for name in self.wants}
 
-    def _step(self, part: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    @property
+    def shares_batches(self) -> bool:
+        """True if several learners can update copies of the module with shares of a batch."""
+        return type(self).update is Learner.update
+
+    def edges(self, batch: SampleBatch) -> np.ndarray:
+        """The rows that a share of a batch may begin with, ascending, 0 the first of them; here all rows."""
+        return np.arange(len(batch))
+
+    def _step(self, part: dict[str, torch.Tensor], here: int, whole: int) -> dict[str, torch.Tensor]:
+        """One step of the optimizer with a minibatch of ``whole`` rows, of which ``here`` are in this process.
+
+        Returns:
+            Statistics, weighted by the share of the rows.
+        """
         loss, stats = self.loss(part)
+        stats["total_loss"] = loss.detach()
         self.optimizer.zero_grad()
-        loss.backward()
+        if here == whole:
+            loss.backward()
+        elif here:
+            (loss * (here / whole)).backward()
+        if self.partners.size > 1:
+            stats = {name: value * (here / whole) if here else torch.zeros_like(value) for name, value in stats.items()}
+            self._add_gradients()
         if (most := self.config["grad_clip"]) is not None:
             if isinstance(self.optimizer, FlatAdam):
-                stats["grad_norm"] = self.optimizer.clip(most)
+                norm = self.optimizer.clip(most)
             else:
-                stats["grad_norm"] = torch.nn.utils.clip_grad_norm_(self._parameters, most).detach()
+                norm = torch.nn.utils.clip_grad_norm_(self._parameters, most).detach()
+            stats["grad_norm"] = norm * (here / whole)
         self.optimizer.step()
-        stats["total_loss"] = loss.detach()
         return stats
+
+    def _add_gradients(self) -> None:
+        """Add up the gradients of all partners."""
+        if isinstance(self.optimizer, FlatAdam):
+            self.partners.add(self.optimizer.whole_gradient())
+            return
+        for p in self._parameters:
+            if p.grad is None:
+                p.grad = torch.zeros_like(p)
+            self.partners.add(p.grad)
 
     @contextmanager
     def training(self) -> Iterator[None]:

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 import sys
-import threading
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
@@ -17,13 +14,13 @@ from rlmesh.envs.environments.registry import EnvCreator, env_creator_of
 from rlmesh.envs.modules.policy import Policy
 from rlmesh.envs.runners.env_runner import EnvRunner, is_count
 from rlmesh.envs.runners.episode_stats import EpisodeStats
+from rlmesh.envs.runners.jobs import end_with_the_program, outside_of_loops
 from rlmesh.envs.runners.remote import RemoteEnvRunner
 from rlmesh.errors import UsageError
 
 __all__ = ["EnvRunnerGroup", "RemoteWorkers", "WorkerSet"]
 
 ROLE = "ENV_RUNNER"
-WATCH_S = 0.5
 _numbers = itertools.count(1)
 
 
@@ -73,13 +70,14 @@ class EnvRunnerGroup:
         self._version = 0
         self.local_env_runner.weights_version = 0
         self._weights: Any = None
+        self._weights_version = 0
         self._stats: list[EpisodeStats] = []
         self._handle: JobHandle | None = None
         self._stack: list[Any] = []
         self._remote: RoleGroup[Any] | None = None
         if num_env_runners:
             try:
-                _outside_of_loops(lambda: self._start(given, max_restarts, run_dir))
+                outside_of_loops(lambda: self._start(given, max_restarts, run_dir))
             except BaseException:
                 self.stop()
                 raise
@@ -127,29 +125,51 @@ class EnvRunnerGroup:
         batches = []
         for member, share, future in futures:
             while (result := future.result()) is None:  # the runner restarted, and has no weights
-                member.call("set_weights", self._weights, self._version).result()
+                member.call("set_weights", *self.kept_weights).result()
                 future = self._ask(member, share)
             batches.append(result[0])
             self._stats.append(result[1])
         return batches
 
     def _ask(self, member: Any, share: Mapping[str, int]) -> Any:
-        return member.call("sample_with_stats", **share, version=self._version)
+        return member.call("sample_with_stats", **share, version=self._weights_version)
 
     def take_stats(self) -> EpisodeStats:
         """The statistics of the batches since the last call, in the order of the runners."""
         stats, self._stats = EpisodeStats.merged(self._stats), []
         return stats
 
+    def add_stats(self, stats: EpisodeStats) -> None:
+        """Count the episodes of a batch that was sampled by other means than `sample`."""
+        self._stats.append(stats)
+
+    @property
+    def version(self) -> int:
+        """Number of the local runner's weights."""
+        return self._version
+
+    @property
+    def kept_weights(self) -> tuple[Any, int]:
+        """The weights that remote runners get, and their number."""
+        return self._weights, self._weights_version
+
+    def advance(self, updates: int = 1) -> None:
+        """Count updates of the local runner's weights."""
+        self._version += updates
+        self.local_env_runner.weights_version = self._version
+
+    def keep_weights(self) -> None:
+        """Keep the local runner's weights of now, for remote runners."""
+        self._weights, self._weights_version = self.local_env_runner.get_weights(), self._version
+
     def sync_weights(self, policies: Any = None, **_: Any) -> None:
         """Send the local runner's weights to the remote runners, and wait until they have them."""
-        self._version += 1
-        self.local_env_runner.weights_version = self._version
+        self.advance()
         self._merge_connectors()
         if self._remote is not None:
-            self._weights = self.local_env_runner.get_weights()
+            self.keep_weights()
             group = self._remote.options(timeout_s=self.timeout_s, idempotent=True)
-            group.call("set_weights", self._weights, self._version).result()
+            group.call("set_weights", *self.kept_weights).result()
 
     def _merge_connectors(self) -> None:
         """Merge what the connectors of all runners have learnt into those of the local runner, in a fixed order."""
@@ -219,7 +239,7 @@ class EnvRunnerGroup:
         local, self._remote = getattr(self, "local_env_runner", None), None
         stack, self._stack, self._handle = self._stack, [], None
         while stack:
-            _outside_of_loops(partial(stack.pop().__exit__, None, None, None))
+            outside_of_loops(partial(stack.pop().__exit__, None, None, None))
         if local is not None:
             local.stop()
 
@@ -238,7 +258,7 @@ class EnvRunnerGroup:
         job = role.restart("member", max_restarts=max_restarts, delay_s=0.05, max_delay_s=1.0).build()
         self._handle = job.start(f"env-runners-{next(_numbers)}", view="none", run_dir=run_dir)
         self._stack.append(self._handle.__enter__())
-        _end_with_the_program(self._handle)
+        end_with_the_program(self._handle)
         joined = self._handle.join()
         runtime: Runtime = joined.__enter__()
         self._stack.append(joined)
@@ -269,30 +289,3 @@ def _role_class() -> type[RemoteEnvRunner]:
     from rlmesh.envs.runners.remote_torch import TorchEnvRunner
 
     return TorchEnvRunner
-
-
-def _outside_of_loops(fn: Callable[[], Any]) -> None:
-    """Call ``fn``; if an event loop runs on this thread, as in a notebook's cell, on another thread.
-
-    A cell may block its loop, as any computation in it does; rlmesh's plain ``with`` blocks refuse loops in general.
-    """
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        fn()
-        return
-    with ThreadPoolExecutor(1, thread_name_prefix="rlmesh-envs-start") as pool:
-        pool.submit(fn).result()
-
-
-def _end_with_the_program(handle: JobHandle) -> None:
-    """Stop the job when the main thread ends: the job's own thread would keep a program without `stop` alive."""
-
-    def watch() -> None:
-        while not handle.done():
-            threading.main_thread().join(WATCH_S)
-            if not threading.main_thread().is_alive():
-                handle.stop("the program has ended")
-                return
-
-    threading.Thread(target=watch, name="rlmesh-envs-end", daemon=True).start()
