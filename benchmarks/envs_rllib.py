@@ -113,7 +113,8 @@ def replay(seed: int) -> dict[str, Any]:
 def measure(what: str, seed: int) -> dict[str, Any]:
     known = {
         "sampling_2x8": lambda: sampling(seed), "ppo_rllib": lambda: ppo(seed), "replay": lambda: replay(seed),
-        "impala": lambda: impala(seed), "first_1": lambda: first_result(0, seed), "first_2": lambda: first_result(2, seed),
+        "impala": lambda: impala(seed),
+        "first_1": lambda: first_result(0, seed), "first_2": lambda: first_result(2, seed),
     }  # fmt: skip
     return known[what]() if what in known else {}
 

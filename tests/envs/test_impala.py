@@ -7,6 +7,7 @@ import signal
 from pathlib import Path
 from typing import Any
 
+import cloudpickle
 import numpy as np
 import pytest
 import torch
@@ -45,7 +46,9 @@ def weights_of(algorithm: Algorithm) -> np.ndarray:
 
 
 def pids_of(group: EnvRunnerGroup) -> list[int]:
-    return group.foreach_worker(lambda runner: os.getpid(), local_env_runner=False)
+    assert group._remote is not None
+    calls = group._remote.options(timeout_s=60, idempotent=True)  # also while a runner is being restarted
+    return [int(pid) for pid in calls.call("apply", cloudpickle.dumps(lambda runner: os.getpid())).result()]
 
 
 def test_settings_that_cannot_work_are_refused() -> None:
@@ -56,8 +59,10 @@ def test_settings_that_cannot_work_are_refused() -> None:
         config.build()
     text = str(caught.value)
     assert "IMPALAConfig has 6 faults" in text
-    for fault in ("vtrace: only True", "minibatch_size: V-trace needs whole fragments", "vtrace_clip_rho_threshold: a",
-                  "broadcast_interval: a whole number", "entropy_coeff: a number, or points", "rollout_fragment_length"):  # fmt: skip
+    for fault in (
+        "vtrace: only True", "minibatch_size: V-trace needs whole fragments", "vtrace_clip_rho_threshold: a",
+        "broadcast_interval: a whole number", "entropy_coeff: a number, or points", "rollout_fragment_length",
+    ):  # fmt: skip
         assert fault in text
     with pytest.raises(UsageError, match=r"tau: a number above 0 and at most 1, not 2"):
         APPOConfig().environment("CartPole-v1").training(tau=2).build()
@@ -74,7 +79,8 @@ def test_without_remote_runners_a_restored_run_goes_on_exactly(kind: Any, tmp_pa
         results = [whole.train() for _ in range(4)]
         expected = weights_of(whole)
     assert results[-1]["timesteps_total"] == 160
-    assert results[-1]["learners"]["default_policy"]["learner_stats"]["staleness_max"] <= (8 if kind is APPOConfig else 0)
+    stats = results[-1]["learners"]["default_policy"]["learner_stats"]
+    assert stats["staleness_max"] <= (8 if kind is APPOConfig else 0)
     with config.build() as first:
         first.train()
         first.train()
@@ -109,7 +115,13 @@ def test_the_target_follows_by_trained_steps_and_by_weights_that_are_set() -> No
 
 def test_the_clipped_ratio_of_appo_is_that_of_the_paper() -> None:
     policy = ModulePolicy(Count.observation_space, Count.action_space, {"seed": 3})
-    config = {**APPOConfig().policy_config(), "gamma": 0.9, "entropy_coeff": 0.0, "vf_loss_coeff": 0.0, "clip_param": 0.1}
+    config = {
+        **APPOConfig().policy_config(),
+        "gamma": 0.9,
+        "entropy_coeff": 0.0,
+        "vf_loss_coeff": 0.0,
+        "clip_param": 0.1,
+    }
     learner = APPOLearner(policy.module, config)
     batch = EnvRunner(lambda context: Count(), ModulePolicy, policy_config={"seed": 5}, seed=5).sample(30)
     with torch.no_grad():

@@ -28,7 +28,7 @@ from rlmesh.envs.offline import read_batch, write_batch
 from rlmesh.envs.offline.recorded_steps import RecordedPart, RecordedSteps
 from rlmesh.errors import UsageError
 
-from .environments import Copy, Count
+from .environments import Count
 
 BALANCE = np.array([0.1, 0.3, 1.0, 0.6])
 """A linear controller of CartPole: position, velocity, angle, angular velocity."""
@@ -215,18 +215,19 @@ def test_marwil_prefers_the_better_of_mixed_episodes() -> None:
         assert algorithm.evaluate()["env_runners"]["episode_return_mean"] >= 300
 
 
+@pytest.mark.filterwarnings("ignore::UserWarning")  # of Minari, on authors and links of the data set
 def test_an_expert_is_cloned_from_a_minari_data_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     minari = pytest.importorskip("minari", reason="Minari is not installed")
     monkeypatch.setenv("MINARI_DATASETS_PATH", str(tmp_path))
-    collector = minari.DataCollector(gym.make("CartPole-v1"))
-    for seed in range(6):
-        observation, _ = collector.reset(seed=seed)
-        over = False
-        while not over:
-            observation, _, terminated, truncated, _ = collector.step(int(observation @ BALANCE > 0))
-            over = terminated or truncated
-    dataset = collector.create_dataset("cartpole/expert-v0")
-    collector.close()
+    batch = recorded(6)
+    episodes = [
+        minari.data_collector.EpisodeBuffer(
+            observations=np.concatenate([part["obs"], part["new_obs"][-1:]]), actions=part["actions"],
+            rewards=part["rewards"], terminations=part["terminateds"], truncations=part["truncateds"],
+        )
+        for part in batch.split_by_episode()
+    ]  # fmt: skip
+    dataset = minari.create_dataset_from_buffers("cartpole/expert-v0", episodes, env="CartPole-v1")
     with pytest.raises(UsageError, match="Minari has no local data set 'cartpole/other-v0'"):
         cloned("minari:cartpole/other-v0").build()
     with cloned("minari:cartpole/expert-v0").build() as algorithm:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -140,7 +141,7 @@ def test_a_learner_bootstraps_from_final_observations_in_each_autoreset_mode(mod
     ratios = (logp - tensors["action_logp"]).numpy()
     bounds = [*learner.edges(batch).tolist(), len(batch)]
     kinds = set()
-    for start, end in zip(bounds, bounds[1:], strict=False):
+    for start, end in pairwise(bounds):
         part = batch[start:end]
         assert len(set(part["eps_id"].tolist())) == 1
         assert (np.diff(part["t"]) == 1).all()

@@ -208,7 +208,9 @@ class AlgorithmConfig:
         if self._values["input_"] is not None and not self.is_offline:
             found.append(f"input_: {name} samples its own steps; BC and MARWIL learn from recorded ones")
         if self._values["num_learners"] > 1 and (given := self._per_learner):
-            found.append(f"{sorted(given)[0]}: batch sizes are of all learners together; set {ALIASES[sorted(given)[0]]}")
+            found.append(
+                f"{sorted(given)[0]}: batch sizes are of all learners together; set {ALIASES[sorted(given)[0]]}"
+            )
         if self._values["env"] is None:
             found.append("environment(…): name an environment")
         else:

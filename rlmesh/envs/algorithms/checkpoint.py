@@ -7,7 +7,7 @@ import os
 import shutil
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rlmesh.envs.algorithms.algorithm_config import AlgorithmConfig
 from rlmesh.envs.batches.tensors import arrays_of_tree, tensors_of_tree

@@ -192,7 +192,7 @@ class IMPALA(Algorithm):
         """Take over weights by policy id, for target networks too, and send them to all runners."""
         super().set_weights(weights)
         for policy_id in weights:
-            learner = getattr(self.get_policy(policy_id), "learner", None)
+            learner: Any = getattr(self.get_policy(policy_id), "learner", None)
             if hasattr(learner, "follow"):
                 learner.follow(1.0)
 
@@ -217,13 +217,14 @@ class APPO(IMPALA):
 
     def setup(self, config: AlgorithmConfig) -> None:
         super().setup(config)
-        number, uses = config.buffer_size()  # type: ignore[attr-defined]
+        number, uses = config.buffer_size()
         self.circular = CircularBuffer(number, uses, seed=config["seed"])
 
     def training_step(self) -> ResultDict:
         """Take the fragments of one batch, and learn as often as each batch is to be used, from random batches."""
         fragments = self._sampled()
         self.circular.add(fragments.joined(), fragments.versions)
+        results = ResultDict()
         for _ in range(self.circular.uses):
             results = self._learned(*self.circular.sample())
         return results

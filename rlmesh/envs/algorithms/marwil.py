@@ -105,7 +105,9 @@ class MARWIL(Algorithm):
 
     def _read(self, config: AlgorithmConfig) -> None:
         rows = self.env_runner._vector.rows
-        self.data = RecordedSteps(list(parts_of(config["input_"], rows, self._make)), rows, self.env_runner.action_space)
+        self.data = RecordedSteps(
+            list(parts_of(config["input_"], rows, self._make)), rows, self.env_runner.action_space
+        )
         self._last = self.data.last_observations() if config["beta"] else None
         self._rng = np.random.default_rng(config["seed"])
         self._order = np.zeros(0, np.int64)

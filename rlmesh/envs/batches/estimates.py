@@ -63,7 +63,7 @@ def rows_that_go_on(batch: Mapping[str, np.ndarray]) -> np.ndarray:
             environments may follow each other.
     """
     episode, t = batch[columns.EPS_ID], batch[columns.T]
-    goes_on = ~(batch[columns.TERMINATEDS] | batch[columns.TRUNCATEDS])
+    goes_on: np.ndarray = ~(batch[columns.TERMINATEDS] | batch[columns.TRUNCATEDS])
     goes_on[:-1] &= (episode[1:] == episode[:-1]) & (t[1:] == t[:-1] + 1)
     goes_on[-1:] = False
     return goes_on

@@ -98,8 +98,8 @@ class IMPALALearner(Learner):
 class APPOLearner(IMPALALearner):
     """The clipped ratio of PPO with a target network and V-trace (Luo et al. 2020, equation 5 and algorithm 1).
 
-    The ratio of probabilities is ``min(π_sampled / π_target, ρ)·π / π_sampled``, the advantages are those of V-trace for
-    the target policy. With ``use_kl_loss``, the divergence from the target policy is a part of the loss.
+    The ratio of probabilities is ``min(π_sampled / π_target, ρ)·π / π_sampled``, the advantages are those of V-trace
+    for the target policy. With ``use_kl_loss``, the divergence from the target policy is a part of the loss.
 
     Attributes:
         target: a copy of the module, which takes over a share ``tau`` of it every ``target_period`` trained rows.
@@ -145,8 +145,7 @@ class APPOLearner(IMPALALearner):
     @torch.no_grad()
     def follow(self, share: float) -> None:
         """Move the target by a share of its distance to the module; 1 copies the module."""
-        for late, now in zip(self.target.parameters(), self.module.parameters(), strict=True):
-            late.lerp_(now, share)
+        torch._foreach_lerp_(list(self.target.parameters()), list(self.module.parameters()), share)
         for late, now in zip(self.target.buffers(), self.module.buffers(), strict=True):
             late.copy_(now)
 

@@ -80,16 +80,11 @@ class Learner:
     def after_update(self, stats: dict[str, float]) -> None:
         """Adapt settings to the statistics of an update."""
 
-    def update(self, batch: SampleBatch, share: LearnerShare | None = None) -> dict[str, float]:
+    def update(self, batch: SampleBatch) -> dict[str, float]:
         """Update the module with ``num_epochs`` passes over a batch, in minibatches of random rows.
 
         The minibatches of a pass have about the same size, ``minibatch_size`` at most, so that no last one has a row
         or two, whose standardised advantages would be noise.
-
-        Args:
-            batch: the whole batch, or the rows of this learner.
-            share: the place of these rows in the whole batch. The minibatches are those that one learner would have
-                made of it, whatever part of each of them is here.
 
         Returns:
             Statistics of the last pass, and the learning rate.
@@ -97,6 +92,16 @@ class Learner:
         Raises:
             UsageError: the batch is empty or lacks a column.
             FloatingPointError: the loss is NaN or infinite; the weights are those from before the update.
+        """
+        return self.update_share(batch, None)
+
+    def update_share(self, batch: SampleBatch, share: LearnerShare | None) -> dict[str, float]:
+        """`update` of this learner and its partners, each with some rows of a batch, which may be none.
+
+        Args:
+            batch: the rows of this learner.
+            share: the place of these rows in the whole batch; None: it is the whole batch. The minibatches are those
+                that one learner would have made of the whole batch, whatever part of each of them is here.
         """
         first, rows = share or LearnerShare(0, len(batch))
         tensors, config = self.tensors_of(batch, may_be_empty=share is not None), self.config

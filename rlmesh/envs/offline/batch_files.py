@@ -33,7 +33,8 @@ def write_batch(path: str | Path, batch: SampleBatch) -> str:
     arrays = {name: leaf for column in batch for name, leaf in _named(column, batch[column]) if leaf.dtype != object}
     path.parent.mkdir(parents=True, exist_ok=True)
     aside = path.with_name(f".{os.getpid()}.{path.name}")
-    np.savez_compressed(aside, **{FORMAT_NAME: np.array(FORMAT)}, **arrays)
+    named: dict[str, Any] = {FORMAT_NAME: np.array(FORMAT), **arrays}
+    np.savez_compressed(aside, **named)
     aside.replace(path)
     return str(path)
 

@@ -90,8 +90,8 @@ class RecordedSteps:
         for part in open_:
             if len(part.observations) == len(part):
                 raise UsageError(
-                    f"{part.source}: an episode is not terminated, and the observation after its last step is unknown, so "
-                    "its returns are; MARWIL needs the column new_obs, BC does not"
+                    f"{part.source}: an episode is not terminated, and the observation after its last step is unknown, "
+                    "so its returns are too; MARWIL needs the column new_obs, BC does not"
                 )
         result = self._rows.empty(len(open_))
         for i, part in enumerate(open_):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import glob
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -104,7 +105,7 @@ def of_batch(batch: SampleBatch, source: str, rows: ObservationRows) -> Iterator
     if columns.T in batch:
         starts[1:] |= batch[columns.T][1:] != batch[columns.T][:-1] + 1
     bounds = [*np.flatnonzero(starts).tolist(), len(batch)]
-    for number, (start, end) in enumerate(zip(bounds, bounds[1:], strict=False)):
+    for number, (start, end) in enumerate(pairwise(bounds)):
         episode = batch[start:end]
         observations = as_rows(episode[columns.OBS], rows)
         if columns.NEW_OBS in batch:
@@ -171,7 +172,7 @@ def as_rows(observations: Any, rows: ObservationRows) -> np.ndarray:
         return np.asarray(observations)
     from gymnasium.spaces.utils import flatten
 
-    steps = [flatten(rows.given, _at(observations, i)) for i in range(_length(observations))]
+    steps: list[Any] = [flatten(rows.given, _at(observations, i)) for i in range(_length(observations))]
     return np.stack(steps).astype(rows.dtype)
 
 

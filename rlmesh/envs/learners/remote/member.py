@@ -115,7 +115,7 @@ class LearnerMember:
         before = {policy_id: learner_state(self.policies[policy_id]) for policy_id in shares} if len(shares) > 1 else {}
         try:
             results = {
-                policy_id: self.policies[policy_id].learner.update(SampleBatch(rows), LearnerShare(*share))
+                policy_id: self.policies[policy_id].learner.update_share(SampleBatch(rows), LearnerShare(*share))
                 for policy_id, (rows, share) in shares.items()
             }
         except PartnerLost as error:
