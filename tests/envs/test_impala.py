@@ -252,18 +252,26 @@ def test_appo_with_remote_learners_and_runners(tmp_path: Path) -> None:
         assert result["info"]["num_env_steps_trained"] == 5 * 2 * 40
         algorithm.save(tmp_path / "checkpoint")
         expected = weights_of(algorithm)
-    with Algorithm.from_checkpoint(tmp_path / "checkpoint") as restored:
-        assert np.array_equal(weights_of(restored), expected)
-        restored.train()
+        algorithm.train()
+        algorithm.restore(tmp_path / "checkpoint")
+        assert np.array_equal(weights_of(algorithm), expected)
+        algorithm.train()
+
+
+LEARNS: dict[str, Any] = {
+    "IMPALA": IMPALAConfig().training(lr=2e-3),
+    "APPO": APPOConfig().training(lr=2e-3, circular_buffer_num_batches=2, target_network_update_freq=1),
+}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("kind", "goal", "most"), [(IMPALAConfig, 400, 400_000), (APPOConfig, 400, 300_000)])
-def test_cartpole_is_learnt(kind: Any, goal: float, most: int) -> None:
-    config = kind().environment("CartPole-v1").debugging(seed=0).env_runners(num_env_runners=0)
+@pytest.mark.parametrize("name", LEARNS)
+@pytest.mark.parametrize("runners", [0, 2])
+def test_cartpole_is_learnt(name: str, runners: int) -> None:
+    config = LEARNS[name].copy().environment("CartPole-v1").debugging(seed=0).env_runners(num_env_runners=runners)
     with config.build() as algorithm:
         best = 0.0
-        while best < goal:
+        while best < 400:
             result = algorithm.train()
             best = max(best, result["env_runners"]["episode_return_mean"])
-            assert result["timesteps_total"] < most, f"the best mean return was {best:.0f}"
+            assert result["timesteps_total"] < 350_000, f"the best mean return was {best:.0f}"
