@@ -245,8 +245,7 @@ def test_appo_with_remote_learners_and_runners(tmp_path: Path) -> None:
     config = small(APPOConfig(), runners=2).learners(num_learners=2).training(use_kl_loss=True)
     with config.build() as algorithm:
         assert isinstance(algorithm, APPO)
-        for _ in range(5):
-            result = algorithm.train()
+        result = [algorithm.train() for _ in range(5)][-1]
         assert result["env_runners"]["episode_return_mean"] == 15.0
         assert result["learners"]["default_policy"]["learner_stats"]["kl"] >= 0
         assert result["info"]["num_env_steps_trained"] == 5 * 2 * 40
