@@ -124,9 +124,9 @@ def appo(seed: int) -> dict[str, Any]:
 
     same: dict[str, Any] = {"num_env_runners": 2, "num_envs_per_env_runner": 8, "rollout_fragment_length": 50}
     batches = {"train_batch_size": 800, "grad_clip": None}
-    ahead = APPOConfig().env_runners(**same).training(**batches, circular_buffer_iterations_per_batch=8)
+    ahead = APPOConfig().env_runners(**same).training(**batches, circular_buffer_iterations_per_batch=2)
     waits = PPOConfig().env_runners(**{**same, "rollout_fragment_length": "auto"})
-    waits.training(**batches, num_epochs=8, minibatch_size=800)
+    waits.training(**batches, num_epochs=2, minibatch_size=800)
     rates = {}
     for name, config in (("appo", ahead), ("ppo", waits)):
         config.environment("CartPole-v1").debugging(seed=seed).reporting(min_env_steps_per_iteration=4000)

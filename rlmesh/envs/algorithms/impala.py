@@ -27,7 +27,7 @@ class IMPALAConfig(AlgorithmConfig):
     ``vtrace_clip_pg_rho_threshold``            limit of the ratios in the advantages; None for no limit
     ``vf_loss_coeff``                           weight of half the squared error of the values
     ``entropy_coeff``                           weight of the entropy; a number or a schedule
-    ``broadcast_interval``                      updates between two broadcasts of weights to the runners
+    ``broadcast_interval``                      training steps between two broadcasts of weights to the runners
     ``max_requests_in_flight_per_env_runner``   fragments that a runner may be ahead of the learner
     ``rollout_fragment_length``                 steps of each environment in a fragment
     ``train_batch_size``                        steps of an update, at least: whole fragments are joined
@@ -143,7 +143,7 @@ class IMPALA(Algorithm):
     def setup(self, config: AlgorithmConfig) -> None:
         super().setup(config)
         self._fragment = config["rollout_fragment_length"] * self._num_envs(config)
-        self._updates_since_broadcast = 0
+        self._steps_since_broadcast = 0
         if config["num_env_runners"]:
             ahead = config["max_requests_in_flight_per_env_runner"]
             self._sampler = AsyncSampler(self.env_runner_group, self._fragment, ahead)
@@ -155,7 +155,9 @@ class IMPALA(Algorithm):
     def training_step(self) -> ResultDict:
         """Take the fragments of one batch, learn from them, and send the weights to the runners."""
         fragments = self._sampled()
-        return self._learned(fragments.joined(), fragments.versions)
+        results = self._learned(fragments.joined(), fragments.versions)
+        self._broadcast()
+        return results
 
     def _learned(self, batch: Any, versions: Sequence[int]) -> ResultDict:
         """One update with a batch that weights of these numbers sampled, and its results."""
@@ -163,7 +165,7 @@ class IMPALA(Algorithm):
         results = train_one_step(self, batch)
         for result in results.values():
             result.setdefault("learner_stats", {}).update(lag)
-        self._broadcast()
+        self.env_runner_group.advance()
         return results
 
     def _sampled(self) -> SampledFragments:
@@ -178,15 +180,15 @@ class IMPALA(Algorithm):
         return fragments
 
     def _broadcast(self) -> None:
-        """Count an update, and send the weights to the runners if it is time."""
-        if self._sampler is None:
-            self.env_runner_group.sync_weights()
+        """Send the weights to the runners if it is time."""
+        self._steps_since_broadcast += 1
+        if self._steps_since_broadcast < self.config["broadcast_interval"]:
             return
-        self.env_runner_group.advance()
-        self._updates_since_broadcast += 1
-        if self._updates_since_broadcast >= self.config["broadcast_interval"]:
+        self._steps_since_broadcast = 0
+        if self._sampler is not None:
             self._sampler.publish()
-            self._updates_since_broadcast = 0
+        else:
+            self.env_runner_group.merge_connectors()  # the local runner has the weights already
 
     def set_weights(self, weights: Mapping[str, Any]) -> None:
         """Take over weights by policy id, for target networks too, and send them to all runners."""
@@ -227,6 +229,7 @@ class APPO(IMPALA):
         results = ResultDict()
         for _ in range(self.circular.uses):
             results = self._learned(*self.circular.sample())
+        self._broadcast()
         return results
 
     def get_state(self) -> dict[str, Any]:

@@ -119,7 +119,12 @@ class APPOLearner(IMPALALearner):
         actions, sampled = batch[columns.ACTIONS], batch[columns.ACTION_LOGP]
         logp = distribution.log_prob(inputs, actions)
         with torch.no_grad():
-            target_inputs = self.target.forward_train(batch)[columns.ACTION_DIST_INPUTS]
+            layers = self.target.layers_to_act(explore=True)  # without those of values, where that is possible
+            target_inputs = (
+                self.target.forward_train(batch)[columns.ACTION_DIST_INPUTS]
+                if layers is None
+                else layers(batch[columns.OBS])
+            )
             target_logp = distribution.log_prob(target_inputs, actions)
             from_target = (sampled - target_logp).exp().clamp(max=config["target_worker_clipping"])
         targets, advantages = self.traced(batch, target_logp, values.detach())

@@ -165,13 +165,13 @@ class EnvRunnerGroup:
     def sync_weights(self, policies: Any = None, **_: Any) -> None:
         """Send the local runner's weights to the remote runners, and wait until they have them."""
         self.advance()
-        self._merge_connectors()
+        self.merge_connectors()
         if self._remote is not None:
             self.keep_weights()
             group = self._remote.options(timeout_s=self.timeout_s, idempotent=True)
             group.call("set_weights", *self.kept_weights).result()
 
-    def _merge_connectors(self) -> None:
+    def merge_connectors(self) -> None:
         """Merge what the connectors of all runners have learnt into those of the local runner, in a fixed order."""
         connectors = self.local_env_runner.connectors
         if not connectors:
