@@ -245,7 +245,7 @@ def test_learners_that_die_too_often_end_with_an_error_and_the_last_weights(tmp_
 def test_settings_that_cannot_work_are_refused_before_anything_starts() -> None:
     from rlmesh.envs import DQNConfig
 
-    with pytest.raises(UsageError, match="num_learners: algorithms with a replay buffer learn in this process"):
+    with pytest.raises(UsageError, match="num_learners: DQN learns from whole batches, in this process; set 0"):
         DQNConfig().environment("CartPole-v1").learners(num_learners=2).build()
     config = PPOConfig().environment("CartPole-v1").learners(num_learners=2)
     with pytest.raises(UsageError, match="train_batch_size_per_learner: batch sizes are of all learners together"):

@@ -207,7 +207,9 @@ class AlgorithmConfig:
             found.append(f"max_requests_in_flight_per_env_runner: {name} waits for its runners; leave the setting out")
         if self._values["input_"] is not None and not self.is_offline:
             found.append(f"input_: {name} samples its own steps; BC and MARWIL learn from recorded ones")
-        if self._values["num_learners"] > 1 and (given := self._per_learner):
+        if self._values["num_learners"] and not self.learner_class().shares_batches():
+            found.append(f"num_learners: {name} learns from whole batches, in this process; set 0")
+        if self._values["num_learners"] not in (0, 1) and (given := self._per_learner):
             found.append(
                 f"{sorted(given)[0]}: batch sizes are of all learners together; set {ALIASES[sorted(given)[0]]}"
             )

@@ -64,8 +64,6 @@ class OffPolicyConfig(AlgorithmConfig):
         intensity = values["training_intensity"]
         if intensity is not None and not (isinstance(intensity, int | float) and intensity > 0):
             found.append(f"training_intensity: a number above 0, or None, not {intensity!r}")
-        if values["num_learners"]:
-            found.append("num_learners: algorithms with a replay buffer learn in this process so far; set 0")
         if values["rollout_fragment_length"] == "auto":
             found.append("rollout_fragment_length: a whole number, since the batch is not sampled but replayed")
         return found

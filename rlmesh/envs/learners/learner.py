@@ -153,10 +153,10 @@ class Learner:
             self.check(batch)
         return {name: torch.from_numpy(_writable(batch[name])) for name in self.wants}
 
-    @property
-    def shares_batches(self) -> bool:
+    @classmethod
+    def shares_batches(cls) -> bool:
         """True if several learners can update copies of the module with shares of a batch."""
-        return type(self).update is Learner.update
+        return cls.update is Learner.update
 
     def edges(self, batch: SampleBatch) -> np.ndarray:
         """The rows that a share of a batch may begin with, ascending, 0 the first of them; here all rows."""

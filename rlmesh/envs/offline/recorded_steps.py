@@ -75,7 +75,7 @@ class RecordedSteps:
             columns.REWARDS: np.concatenate([part.rewards for part in parts]),
         })  # fmt: skip
         self._rows = rows
-        self._bounds = np.cumsum([0, *map(len, parts)])
+        self._sums: tuple[float, np.ndarray, np.ndarray] | None = None
 
     def __len__(self) -> int:
         return len(self.batch)
@@ -105,14 +105,25 @@ class RecordedSteps:
             gamma: discount.
             last_values: of the observations of `last_observations`.
         """
-        result = np.empty(len(self), np.float32)
+        if self._sums is None or self._sums[0] != gamma:
+            self._sums = (gamma, *self._discounted(gamma))
+        _, sums, discounts = self._sums
         values = iter(last_values)
-        for part, start in zip(self.parts, self._bounds, strict=False):
-            ahead = 0.0 if part.terminated else float(next(values))
-            for i in range(len(part) - 1, -1, -1):
-                ahead = float(part.rewards[i]) + gamma * ahead
-                result[start + i] = ahead
+        after = np.repeat([0.0 if part.terminated else next(values) for part in self.parts], [*map(len, self.parts)])
+        result: np.ndarray = (sums + discounts * after).astype(np.float32)
         return result
+
+    def _discounted(self, gamma: float) -> tuple[np.ndarray, np.ndarray]:
+        """Discounted rewards until the end of the part, and the discount of what comes after it, ``[rows]``."""
+        sums, discounts, start = np.empty(len(self)), np.empty(len(self)), 0
+        for part in self.parts:
+            ahead, end = 0.0, start + len(part)
+            for i, reward in enumerate(part.rewards[::-1].tolist(), 1):
+                ahead = reward + gamma * ahead
+                sums[end - i] = ahead
+            discounts[start:end] = gamma ** np.arange(len(part), 0, -1)
+            start = end
+        return sums, discounts
 
 
 def _require_fit(part: RecordedPart, rows: ObservationRows, action_space: Any) -> None:

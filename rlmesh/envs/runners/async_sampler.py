@@ -63,6 +63,7 @@ class AsyncSampler:
 
     def __init__(self, group: EnvRunnerGroup, steps: int, ahead: int) -> None:
         self._group, self._steps, self._ahead = group, steps, ahead
+        self._members = [each.options(timeout_s=group.timeout_s, idempotent=True) for each in group.remote_workers]
         self._arrived: queue.SimpleQueue[tuple[int, int, Future[Any]]] = queue.SimpleQueue()
         self._waiting: set[Future[Any]] = set()
         self._under_way = [0] * group.num_env_runners
@@ -98,8 +99,7 @@ class AsyncSampler:
         return taken
 
     def _ask(self, index: int) -> None:
-        member = self._group.remote_workers[index].options(timeout_s=self._group.timeout_s, idempotent=True)
-        future = member.call("sample_fragment", self._steps)
+        future = self._members[index].call("sample_fragment", self._steps)
         self._under_way[index] += 1
         self._waiting.add(future)
         round_ = self._round
@@ -133,8 +133,7 @@ class AsyncSampler:
 
     def _offer(self, index: int) -> None:
         weights, version = self._group.kept_weights
-        member = self._group.remote_workers[index].options(timeout_s=self._group.timeout_s, idempotent=True)
-        self._offers[index] = (version, member.call("offer_weights", weights, version))
+        self._offers[index] = (version, self._members[index].call("offer_weights", weights, version))
 
     def drop(self) -> None:
         """Forget all requests: their fragments are dropped when they arrive, and no step of them is counted."""

@@ -6,9 +6,10 @@ import asyncio
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from rlmesh import JobHandle
+if TYPE_CHECKING:
+    from rlmesh import JobHandle
 
 __all__ = ["end_with_the_program", "outside_of_loops"]
 

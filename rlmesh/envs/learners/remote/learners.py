@@ -59,7 +59,7 @@ class RemoteLearners:
         run_dir: str | None = None,
     ) -> None:  # fmt: skip
         for policy_id, policy in policies.items():
-            if not isinstance(policy, ModulePolicy) or not policy.learner.shares_batches:
+            if not isinstance(policy, ModulePolicy) or not policy.learner.shares_batches():
                 kind = type(policy.learner).__name__ if isinstance(policy, ModulePolicy) else type(policy).__name__
                 raise UsageError(
                     f"num_learners={number}: policy {policy_id!r} learns by {kind}, which takes whole batches; set "
