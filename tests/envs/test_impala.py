@@ -228,6 +228,7 @@ def test_training_goes_on_while_runners_die(tmp_path: Path) -> None:
             assert result["env_runners"]["episode_return_mean"] == 15.0
             # whole fragments are two episodes of each environment: none is counted twice, or in part
             assert result["env_runners"]["num_episodes_lifetime"] == (i + 1) * 8
+            assert result["info"]["num_env_steps_trained"] == result["num_env_steps_sampled_lifetime"]
             stats = result["learners"]["default_policy"]["learner_stats"]
             assert 0 <= stats["staleness_mean"] <= stats["staleness_max"] <= 2 * 2
         algorithm.save(tmp_path / "checkpoint")
@@ -238,6 +239,29 @@ def test_training_goes_on_while_runners_die(tmp_path: Path) -> None:
         assert not np.array_equal(weights_of(algorithm), weights)
         stats = algorithm.train()["learners"]["default_policy"]["learner_stats"]
         assert stats["staleness_max"] <= 1  # no fragment from before is trained on
+
+
+class Odd(Count):
+    """One reward is NaN."""
+
+    def step(self, action: Any) -> tuple[np.ndarray, float, bool, bool, dict[str, Any]]:
+        observation, reward, *rest = super().step(action)
+        return observation, float("nan") if (self.episode, self.at) == (9, 2) else reward, *rest
+
+
+def test_a_reward_that_is_no_number_is_an_error_and_the_other_fragments_are_kept() -> None:
+    config = small(runners=2).environment(lambda c: (Odd if c.worker_index == 2 and c.vector_index else Count)((5,)))
+    errors = 0
+    with config.build() as algorithm:
+        while algorithm.iteration < 12:
+            try:
+                result = algorithm.train()
+            except FloatingPointError as error:
+                errors += 1
+                assert "environment 1 of runner 2 returned a reward that is NaN" in str(error)
+        assert result["info"]["num_env_steps_trained"] == result["num_env_steps_sampled_lifetime"] == 12 * 40
+        assert set(algorithm.window.returns) == {15.0}
+    assert errors == 1
 
 
 @pytest.mark.slow

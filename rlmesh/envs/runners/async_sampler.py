@@ -69,6 +69,7 @@ class AsyncSampler:
         self._under_way = [0] * group.num_env_runners
         self._offers: list[tuple[int, Future[Any]] | None] = [None] * group.num_env_runners
         self._round = 0
+        self._taken = SampledFragments()  # stays if an error interrupts `take`
 
     def take(self, rows: int) -> SampledFragments:
         """Fragments with at least ``rows`` steps, the oldest ones first.
@@ -77,7 +78,7 @@ class AsyncSampler:
             CallTimeout: no runner has sampled anything within the group's ``timeout_s``.
             FloatingPointError: an environment returned a number that is NaN or infinite.
         """
-        taken = SampledFragments()
+        taken = self._taken
         while taken.rows < rows:
             for index in range(len(self._under_way)):
                 while self._under_way[index] < self._ahead:
@@ -96,6 +97,7 @@ class AsyncSampler:
             if delta:
                 self._group.local_env_runner.connectors.merge([delta])
             self._offer_if_newer(index)
+        self._taken = SampledFragments()
         return taken
 
     def _ask(self, index: int) -> None:
@@ -139,6 +141,7 @@ class AsyncSampler:
         """Forget all requests: their fragments are dropped when they arrive, and no step of them is counted."""
         self._round += 1
         self._under_way = [0] * len(self._under_way)
+        self._taken = SampledFragments()
         self._offers = [None] * len(self._offers)
 
     def stop(self) -> None:
