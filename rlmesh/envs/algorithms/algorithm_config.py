@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from rlmesh.envs.algorithms.settings import ALIASES, NOT_THERE, SECTIONS, problems_of
 from rlmesh.envs.environments.registry import did_you_mean, env_creator_of
+from rlmesh.envs.external.spec import external_problems
 from rlmesh.errors import UsageError
 
 if TYPE_CHECKING:
@@ -201,7 +202,7 @@ class AlgorithmConfig:
 
     def problems(self) -> list[str]:
         """The faults of the settings; a subclass appends those of its own."""
-        found = problems_of(self._values)
+        found = [*problems_of(self._values), *external_problems(self._values)]
         name = type(self).__name__.removesuffix("Config")
         if self._values["max_requests_in_flight_per_env_runner"] != 1 and not self.is_asynchronous:
             found.append(f"max_requests_in_flight_per_env_runner: {name} waits for its runners; leave the setting out")

@@ -149,8 +149,8 @@ class IMPALA(Algorithm):
             self._sampler = AsyncSampler(self.env_runner_group, self._fragment, ahead)
 
     def _num_envs(self, config: AlgorithmConfig) -> int:
-        number = self.env_runner.num_envs if not config["num_env_runners"] else config["num_envs_per_env_runner"]
-        return int(number)
+        local = self.env_runner.num_envs  # beside remote runners: 1, unless it is a vector environment
+        return int(local if local > 1 or not config["num_env_runners"] else config["num_envs_per_env_runner"])
 
     def training_step(self) -> ResultDict:
         """Take the fragments of one batch, learn from them, and send the weights to the runners."""

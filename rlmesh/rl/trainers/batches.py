@@ -13,7 +13,7 @@ import torch
 from rlmesh.rl.algorithms.protocol import Evaluated, Normalisers, TokenWeights
 from rlmesh.rl.components import Columns
 from rlmesh.rl.engines.training.packed import EMPTY
-from rlmesh.rl.packing import Packs, Tokens, pack, same_prompts
+from rlmesh.rl.packing import Pack, Packs, Tokens, pack, same_prompts
 from rlmesh.rl.roles.trained import Share
 from rlmesh.rl.types import Episode, Group, Outcome, Score
 
@@ -24,6 +24,7 @@ __all__ = [
     "lengths_of",
     "matrix_of",
     "packs_of",
+    "parts_of",
     "shares_of",
     "value_metrics",
     "values_of",
@@ -50,6 +51,15 @@ def packs_of(
         moved = (tuple(replace(one, rows=one.rows + start) for one in by_rank) for by_rank in own.by_rank)
         found.append(replace(own, by_rank=tuple(moved)))
     return found
+
+
+def parts_of(packs: Packs, members: int) -> list[list[Pack]]:
+    """The packs of each member: those of its rank or, if they were made for another number of ranks, an equal part."""
+    if len(packs.by_rank) == members:
+        return [list(own) for own in packs.by_rank]
+    flat = [one for own in packs.by_rank for one in own]
+    edges = [len(flat) * number // members for number in range(members + 1)]
+    return [flat[start:end] for start, end in pairwise(edges)]
 
 
 def joined(parts: Sequence[Packs]) -> Packs:

@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
-from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,7 +31,7 @@ from rlmesh.rl.roles.defaults import keep_objects, run_settings
 from rlmesh.rl.rollout.episodes.plan import EpisodePlan
 from rlmesh.rl.rollout.episodes.spreading import EpisodeSpread, episode_report
 from rlmesh.rl.rollout.requests import requests_of
-from rlmesh.rl.rollout.role_engines import LOST, OwnSampling
+from rlmesh.rl.rollout.role_engines import PUSHES, OwnSampling, push_to_all
 from rlmesh.rl.rollout.run_sampling import RunSampling, role_engines
 from rlmesh.rl.samples.writer import SampleWriter
 from rlmesh.rl.trainers.batches import (
@@ -42,6 +41,7 @@ from rlmesh.rl.trainers.batches import (
     lengths_of,
     matrix_of,
     packs_of,
+    parts_of,
     shares_of,
     value_metrics,
 )
@@ -54,7 +54,6 @@ if TYPE_CHECKING:
 
 __all__ = ["Trainer"]
 
-PUSHES = 5
 UNCORRECTED = "samples of older weights are trained on as they are; set algorithm.correction=token to weigh them"
 
 
@@ -158,12 +157,13 @@ class Trainer:
         self.publish()
         self.finish(step, metrics | self.buffer.report() | {"step_time_s": time.perf_counter() - began})
         self.buffer.advance(step)
+        self.validation.begin(ahead=True)
 
     # Stages of a step.
 
     def connect(self) -> None:
         """Let the buffer sample by the engines. A trainer with its own `draw` samples by that."""
-        run, in_turn, own = self.settings, self.in_turn, type(self).draw is not Trainer.draw
+        run, in_turn, own = self.settings, self.in_turn, self.samples_itself
         self.buffer.connect(
             OwnSampling(lambda prompts, seed: self.generate(prompts, seed=seed))
             if own else role_engines(run, self.group("ROLLOUT") or self.actor, in_turn=in_turn),
@@ -266,11 +266,7 @@ class Trainer:
     def ask(self, role: Any, method: str, packs: Packs, *given: Any) -> Any:
         """Call a method of all members of a role. Each gets its rank's packs, or, if the packs were made for another
         number of ranks, an equal part of all packs. ``given`` is the same for all."""
-        shares: list[list[Any]] = [list(own) for own in packs.by_rank]
-        if len(shares) != len(role):
-            flat = [one for own in shares for one in own]
-            edges = [len(flat) * number // len(role) for number in range(len(role) + 1)]
-            shares = [flat[start:end] for start, end in pairwise(edges)]
+        shares = parts_of(packs, len(role))
         return role.call(method, shares, *([each] * len(shares) for each in given), _scatter=True)
 
     def train(self, packs: dict[str, list[Packs]], batch: Evaluated, weights: TokenWeights) -> dict[str, float]:
@@ -332,18 +328,8 @@ class Trainer:
 
     def _push(self, push: Callable[[], object]) -> None:
         """Make a push, and make it again if an engine is lost meanwhile: the next attempt waits for its return."""
-        for attempt in range(PUSHES):
-            self.hold(self.engines)
-            try:
-                push()
-                return
-            except SourceRestarted:
-                raise
-            except WeightSyncError as error:
-                lost = error.receiver is not None or isinstance(error.__cause__, LOST)
-                if not lost or attempt == PUSHES - 1:
-                    raise
-                self.hold(None)
+        wait_s = self.settings.rollout.deadline_s
+        push_to_all(push, lambda: self.hold(self.engines), lambda: self.hold(None), wait_s=wait_s)
 
     def finish(self, step: int, metrics: dict[str, float]) -> None:
         """Validate and report, note on disk that the step is done, and complete its checkpoint."""
@@ -366,8 +352,7 @@ class Trainer:
         return True
 
     def validate(self) -> dict[str, float]:
-        """Rewards of responses to the validation prompts, by the weights that the engines serve; empty without
-        validation data."""
+        """Rewards of responses to the validation prompts, by the engines' weights; empty without validation data."""
         return self.validation.run(self.version)
 
     def export(self) -> None:
@@ -450,6 +435,11 @@ class Trainer:
         return any(any(role.call("shares_devices").result()) for role in (self.actor, self.engines))
 
     @property
+    def samples_itself(self) -> bool:
+        """True if the trainer has a `draw` of its own, by which it samples in the place of the engines."""
+        return type(self).draw is not Trainer.draw
+
+    @property
     def in_turn(self) -> bool:
         """True if the engines share their devices with other roles."""
         return self.engines is self.actor or self.shares
@@ -495,5 +485,4 @@ class Trainer:
 
     def text_of(self, ids: Sequence[int]) -> str:
         """The text of tokens, for people who read samples."""
-        text: str = self.tokenizer.decode(ids, skip_special_tokens=False)
-        return text
+        return str(self.tokenizer.decode(ids, skip_special_tokens=False))

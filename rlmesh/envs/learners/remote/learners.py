@@ -65,6 +65,11 @@ class RemoteLearners:
                     f"num_learners={number}: policy {policy_id!r} learns by {kind}, which takes whole batches; set "
                     "num_learners=0"
                 )
+            if policy.is_recurrent():
+                raise UsageError(
+                    f"num_learners={number}: policy {policy_id!r} has memory, and learns in this process; set "
+                    "num_learners=0"
+                )
         self.policies: dict[str, ModulePolicy] = dict(policies)
         self.number, self.timeout_s = number, timeout_s
         self.version = 0
