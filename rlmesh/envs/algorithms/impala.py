@@ -193,8 +193,9 @@ class IMPALA(Algorithm):
     def set_weights(self, weights: Mapping[str, Any]) -> None:
         """Take over weights by policy id, for target networks too, and send them to all runners."""
         super().set_weights(weights)
-        for policy_id in weights:
-            learner: Any = getattr(self.get_policy(policy_id), "learner", None)
+        policies = self.env_runner.policy_map
+        for policy_id in weights.keys() & policies.keys():
+            learner: Any = getattr(policies[policy_id], "learner", None)
             if hasattr(learner, "follow"):
                 learner.follow(1.0)
 

@@ -14,6 +14,8 @@ from rlmesh.envs.algorithms.train_ops import train_one_step
 from rlmesh.envs.batches import columns
 from rlmesh.envs.offline.recorded_steps import RecordedSteps
 from rlmesh.envs.offline.sources import parts_of, source_problem
+from rlmesh.envs.runners.env_runner import EnvRunner
+from rlmesh.errors import UsageError
 
 if TYPE_CHECKING:
     from rlmesh.envs.learners.learner import Learner
@@ -104,6 +106,15 @@ class MARWIL(Algorithm):
             raise
 
     def _read(self, config: AlgorithmConfig) -> None:
+        from gymnasium import spaces
+
+        if not isinstance(self.env_runner, EnvRunner):
+            raise UsageError("BC and MARWIL learn from recorded steps of one agent; the environment has several")
+        if not isinstance(self.env_runner.action_space, spaces.Discrete | spaces.MultiDiscrete | spaces.Box):
+            raise UsageError(
+                f"BC and MARWIL learn actions of Discrete, MultiDiscrete and Box spaces, not of "
+                f"{self.env_runner.action_space}"
+            )
         rows = self.env_runner._vector.rows
         self.data = RecordedSteps(
             list(parts_of(config["input_"], rows, self._make)), rows, self.env_runner.action_space

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from rlmesh.envs.batches.multi_agent_batch import MultiAgentBatch
 from rlmesh.envs.batches.sample_batch import SampleBatch
 from rlmesh.errors import UsageError
 
@@ -59,10 +60,21 @@ class CircularBuffer:
 
     def state(self) -> dict[str, Any]:
         """The batches and the generator, for a checkpoint."""
-        entries = [[dict(batch), versions, left] for batch, versions, left in self._entries]
+        entries = [
+            {
+                "policies": {name: dict(part) for name, part in batch.as_multi_agent().policy_batches.items()},
+                "env_steps": batch.env_steps(), "versions": versions, "left": left,
+                "one": isinstance(batch, SampleBatch),
+            }
+            for batch, versions, left in self._entries
+        ]  # fmt: skip
         return {"entries": entries, "rng": self._rng.bit_generator.state}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Replace the content by a state."""
-        self._entries = [(SampleBatch(batch), list(versions), left) for batch, versions, left in state["entries"]]
+        self._entries = []
+        for each in state["entries"]:
+            parts = {name: SampleBatch(part) for name, part in each["policies"].items()}
+            batch = next(iter(parts.values())) if each["one"] else MultiAgentBatch(parts, each["env_steps"])
+            self._entries.append((batch, list(each["versions"]), each["left"]))
         self._rng.bit_generator.state = state["rng"]
