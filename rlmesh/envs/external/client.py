@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import os
+import threading
 import time
 import uuid
 from pathlib import Path
@@ -10,11 +12,13 @@ from typing import Any, Self
 
 from rlmesh import MemberHandle, RoleGroup, Runtime
 from rlmesh.envs.external.spec import EpisodeLost
-from rlmesh.errors import CallCancelled, PeerLost, UsageError
+from rlmesh.errors import CallCancelled, CallTimeout, PeerLost, UsageError
 
 __all__ = ["ExternalEnvClient", "PolicyClient"]
 
 ROLE = "ENV_RUNNER"
+ANSWER_S = 2.0
+"""Wait for the runners to tell how many clients they have; the slower ones are left out."""
 AS_LONG_AS_IT_TAKES_S = 10 * 365 * 86400.0
 
 
@@ -30,7 +34,11 @@ class ExternalEnvClient:
             client.end_episode(episode, observation)
 
     The names are those of RLlib's ``PolicyClient``, and actions are computed by the runner. Whoever holds the job's key
-    can connect, nobody else. The episodes of a client that dies are cut.
+    can connect, nobody else; the key also lets its holder run code in the job, so give it to programs that you trust
+    only. The episodes of a client that dies are cut.
+
+    After a `CallTimeout`, repeat the call: the runner counts one step, whether the first call reached it or not. Or
+    tell by `log_action`, with the same observation, what the simulator did without an answer.
 
     Args:
         address, key_file: of the job, as ``algorithm.env_runner_group.connection()`` and ``rlmesh ps JOB`` show them.
@@ -57,6 +65,7 @@ class ExternalEnvClient:
         self._member: MemberHandle[Any] | None = None
         self._stream: Any = None
         self._open = True
+        self._turns: dict[str, int] = {}
         try:
             self._runners = RoleGroup[Any](ROLE, runtime=runtime)
             self._attend()
@@ -82,6 +91,7 @@ class ExternalEnvClient:
         except EpisodeLost:  # the runner died since the last call
             self._attend()
             self._call("start_episode", name, training_enabled)
+        self._turns[name] = 0
         return name
 
     def get_action(self, episode_id: str, observation: Any) -> Any:
@@ -89,26 +99,29 @@ class ExternalEnvClient:
 
         Raises:
             EpisodeLost: the runner of the episode died; begin a new one.
-            CallTimeout: there was no answer in time, for instance since nobody trains.
+            CallTimeout: there was no answer in time, for instance since nobody trains; the call can be repeated.
+            UsageError: a call without an answer was repeated with another observation.
         """
-        return self._call("get_action", episode_id, observation)
+        return self._ask("get_action", episode_id, observation)
 
     def log_action(self, episode_id: str, observation: Any, action: Any) -> None:
         """Tell an action that the simulator chose itself; finishes the step before."""
-        self._call("log_action", episode_id, observation, action)
+        self._ask("log_action", episode_id, observation, action)
 
     def log_returns(self, episode_id: str, reward: float, info: Any = None) -> None:
         """Add a reward to the step of the last action. The info is not used."""
-        self._call("log_returns", episode_id, float(reward))
+        self._call("log_returns", episode_id, self._next(episode_id), float(reward))
 
     def end_episode(self, episode_id: str, observation: Any, *, truncated: bool = False) -> None:
         """End an episode.
 
         Args:
             observation: the last one.
-            truncated: the episode would go on, and its last observation is valued.
+            truncated: the episode would go on, and its last observation is valued. So it is after a request for an
+                action that had no answer.
         """
-        self._call("end_episode", episode_id, observation, truncated)
+        self._call("end_episode", episode_id, self._next(episode_id), observation, truncated)
+        self._turns.pop(episode_id, None)
 
     def close(self) -> None:
         """Leave the job; episodes that go on are cut."""
@@ -125,6 +138,16 @@ class ExternalEnvClient:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    def _next(self, episode_id: str) -> int:
+        """The number of the next request for an action; one without an answer keeps its number."""
+        return self._turns.get(episode_id, 0) + 1
+
+    def _ask(self, method: str, episode_id: str, *args: Any) -> Any:
+        turn = self._next(episode_id)
+        answer = self._call(method, episode_id, turn, *args)
+        self._turns[episode_id] = turn
+        return answer
+
     def _call(self, method: str, *args: Any) -> Any:
         if not self._open:
             raise UsageError(f"{method}: the client is closed")
@@ -137,18 +160,15 @@ class ExternalEnvClient:
             raise EpisodeLost(f"the runner of this episode died, or the job ended: {error}") from error
 
     def _attend(self) -> None:
-        """Connect to the runner with the fewest clients."""
+        """Connect to the runner with the fewest clients among those that answer."""
         if self._stream is not None:
             self._stream.close()
         until = time.monotonic() + self.timeout_s
         while True:
-            left_s = max(1.0, until - time.monotonic())
-            group = self._runners.options(timeout_s=left_s, idempotent=True)
             try:
-                counts = group.call("external_clients").result()
-                rank = min(range(len(counts)), key=counts.__getitem__)
+                rank = self._free_runner(until)
                 self._stream = self._runners[rank].options(timeout_s=AS_LONG_AS_IT_TAKES_S).stream("attend", self._name)
-                next(self._stream)
+                self._wait_for_the_first_item(rank, until)
             except PeerLost:  # the runner restarts
                 if time.monotonic() > until:
                     raise
@@ -156,6 +176,34 @@ class ExternalEnvClient:
             else:
                 self._member = self._runners[rank]
                 return
+
+    def _wait_for_the_first_item(self, rank: int, until: float) -> None:
+        # The deadline of a stream is that of the whole stream, so the wait for one item needs its own.
+        timer = threading.Timer(max(1.0, until - time.monotonic()), self._stream.close)
+        timer.daemon = True
+        timer.start()
+        try:
+            if next(self._stream, None) is None:
+                raise CallTimeout(f"runner {rank} did not let the client in within {self.timeout_s:g} s")
+        finally:
+            timer.cancel()
+
+    def _free_runner(self, until: float) -> int:
+        """The rank of the runner with the fewest clients. One that restarts does not keep clients from the others.
+
+        Raises:
+            PeerLost, CallTimeout: no runner answers.
+        """
+        left_s = max(1.0, until - time.monotonic())
+        calls = [each.options(timeout_s=left_s).call("external_clients") for each in self._runners]
+        if not any(call.exception() is None for call in concurrent.futures.wait(calls, min(left_s, ANSWER_S)).done):
+            for call in concurrent.futures.as_completed(calls):
+                if call.exception() is None:
+                    break
+            else:
+                calls[0].result()
+        counts = {rank: call.result() for rank, call in enumerate(calls) if call.done() and call.exception() is None}
+        return min(counts, key=counts.__getitem__)
 
 
 PolicyClient = ExternalEnvClient

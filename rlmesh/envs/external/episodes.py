@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -68,6 +69,10 @@ class ExternalEpisode:
         reward: rewards since the last action.
         total: rewards of the finished steps.
         next_obs: the observation after the last step; None while the step of the last action is not finished.
+        turn: number of the last request for an action.
+        asked: the observation of this request; None before the first one.
+        answer: what this request is answered by; None while it waits.
+        waits: stands for the call that waits for the answer; a later call with this request takes its place.
     """
 
     client: str
@@ -78,6 +83,10 @@ class ExternalEpisode:
     reward: float = 0.0
     total: float = 0.0
     next_obs: np.ndarray | None = None
+    turn: int = 0
+    asked: np.ndarray | None = None
+    answer: Any = None
+    waits: object = None
 
     @property
     def is_open(self) -> bool:
@@ -86,10 +95,10 @@ class ExternalEpisode:
 
     @property
     def ready(self) -> int:
-        """Finished steps that were not sampled yet."""
+        """Steps that can be sampled: finished ones before the last action, whose step may still end the episode."""
         if self.stretch is None or not self.train:
             return 0
-        return self.stretch.count - self.stretch.taken - (self.next_obs is None)
+        return max(0, self.stretch.count - self.stretch.taken - 1)
 
     def close_step(self, next_obs: np.ndarray) -> None:
         """Finish the step of the last action with the rewards since then, and the observation after it."""
@@ -106,13 +115,28 @@ class ExternalEpisode:
         self.steps += 1
         self.next_obs = None
 
-    def take(self, ended: str = "") -> list[Piece]:
-        """The finished steps that were not taken before, as at most one piece."""
+    def withdraw_step(self) -> None:
+        """Forget the last action, which nobody has carried out."""
+        assert self.stretch is not None
+        self.stretch.count -= 1
+        self.steps -= 1
+        self.reward, self.next_obs = 0.0, self.asked
+
+    def take(self, ended: str = "", *, last: bool = False) -> list[Piece]:
+        """The steps that can be sampled and were not taken before, as at most one piece.
+
+        Args:
+            ended: how the last step ends the episode.
+            last: take the step of the last action too, if it is finished: no later call can end the episode with it.
+        """
         stretch, length = self.stretch, self.ready
+        if stretch is not None and self.train and last and self.next_obs is not None:
+            length = stretch.count - stretch.taken
         if stretch is None or not length:
             return []
         part = slice(stretch.taken, stretch.taken + length)
-        after = stretch.obs[part.stop] if self.next_obs is None else self.next_obs
+        after = stretch.obs[part.stop] if part.stop < stretch.count else self.next_obs
+        assert after is not None
         first = self.steps - (stretch.count - part.start)
         steps = {
             columns.OBS: stretch.obs[part].copy(), columns.REWARDS: stretch.rewards[part].copy(),

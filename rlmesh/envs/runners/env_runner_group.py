@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from rlmesh.envs.batches.sample_batch import SampleBatch
 from rlmesh.envs.environments.registry import EnvCreator, env_creator_of
+from rlmesh.envs.external.spec import ExternalEnv
 from rlmesh.envs.modules.numpy_policy import NumpyPolicy, numpy_arguments
 from rlmesh.envs.modules.policy import Policy
 from rlmesh.envs.runners.creation import make_runner
@@ -88,6 +89,8 @@ class EnvRunnerGroup:
         if num_env_runners:
             try:
                 remote = {**given, **numpy_arguments(self.local_env_runner, given)}
+                if isinstance(creator, ExternalEnv):  # its `sample` waits for clients
+                    remote["sample_timeout_s"] = sample_timeout_s
                 outside_of_loops(lambda: self._start(remote, max_restarts, run_dir))
             except BaseException:
                 self.stop()

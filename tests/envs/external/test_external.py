@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -30,7 +32,7 @@ from rlmesh.envs import (
 from rlmesh.envs.batches import columns
 from rlmesh.envs.external.runner import ExternalEnvRunner
 from rlmesh.envs.modules.module_policy import ModulePolicy
-from rlmesh.errors import AuthenticationFailed, UsageError
+from rlmesh.errors import AuthenticationFailed, CallTimeout, UsageError
 
 from ...own_time import HANG_S
 from ..recurrent.tasks import MODELS, check_against_whole_episodes
@@ -45,19 +47,27 @@ class Alternating(Policy):
         return obs_batch[:, 1].astype(np.int64) % 2, None, {}
 
 
-class Remembering(Alternating):
-    """Has a state."""
-
-    def get_initial_state(self) -> Any:
-        return {"memory": np.zeros(1)}
-
-
 def runner_of(policy: Any = Alternating, **settings: Any) -> ExternalEnvRunner:
     """A runner in this process with one client, ``c``."""
     runner = ExternalEnvRunner(ExternalEnv(*SPACES), policy, infos=False, **settings)
-    runner._clients.add("c")
+    runner._clients["c"] = object()
     runner.has_weights = runner._sampling = True
     return runner
+
+
+def ask(runner: Any, method: str, name: str, *args: Any) -> Any:
+    """A call with the number of its request, as `ExternalEnvClient` gives it."""
+    turns = runner.__dict__.setdefault("turns", {})
+    if method == "start_episode":
+        turns[name] = 0
+        return runner.call("c", method, name, *args)
+    if method == "stop":
+        return runner.call("c", method, name)
+    turn = turns.get(name, 0) + 1
+    answer = runner.call("c", method, name, turn, *args)
+    if method.endswith("action"):
+        turns[name] = turn
+    return answer
 
 
 def obs(episode: int, step: int) -> np.ndarray:
@@ -67,13 +77,13 @@ def obs(episode: int, step: int) -> np.ndarray:
 def play(runner: ExternalEnvRunner, episode: int, steps: int, *, end: str = "terminated") -> None:
     """Steps with the reward of their number; without an end the last action has no result."""
     name = f"e{episode}"
-    runner.call("c", "start_episode", name, True)
+    ask(runner, "start_episode", name, True)
     for step in range(steps):
-        assert runner.call("c", "get_action", name, obs(episode, step)) == step % 2
-        runner.call("c", "log_returns", name, step + 0.5)
-        runner.call("c", "log_returns", name, 0.5)
+        assert ask(runner, "get_action", name, obs(episode, step)) == step % 2
+        ask(runner, "log_returns", name, step + 0.5)
+        ask(runner, "log_returns", name, 0.5)
     if end:
-        runner.call("c", "end_episode", name, obs(episode, steps), end == "truncated")
+        ask(runner, "end_episode", name, obs(episode, steps), end == "truncated")
 
 
 def test_the_rows_are_those_of_the_episodes() -> None:
@@ -99,7 +109,7 @@ def test_an_episode_goes_on_over_batches_and_long_ones_are_whole() -> None:
     first = runner.sample(100)
     assert len(first) == 149  # the last action has no result yet
     runner._sampling = True
-    runner.call("c", "end_episode", "e1", obs(1, 150), False)
+    ask(runner, "end_episode", "e1", obs(1, 150), False)
     second = runner.sample(1)
     both = np.concatenate([first[columns.OBS], second[columns.OBS]])
     assert both[:, 1].tolist() == list(range(150))
@@ -120,7 +130,7 @@ def test_an_episode_of_a_client_that_leaves_is_cut_once() -> None:
     stats = runner.take_stats()
     assert (stats.cut, stats.returns) == (1, [])
     with pytest.raises(EpisodeLost, match="not connected to this runner any more"):
-        runner.call("c", "get_action", "e1", obs(1, 4))
+        ask(runner, "get_action", "e1", obs(1, 4))
 
 
 def test_advantages_are_those_of_an_environment_in_the_runner() -> None:
@@ -129,12 +139,12 @@ def test_advantages_are_those_of_an_environment_in_the_runner() -> None:
     runner = runner_of(ModulePolicy, policy_config=config, new_obs=False)
     for episode, steps, end in ((1, 3, "terminated"), (2, 5, "truncated"), (3, 4, "")):
         name = f"e{episode}"
-        runner.call("c", "start_episode", name, True)
+        ask(runner, "start_episode", name, True)
         for step in range(steps):
-            runner.call("c", "get_action", name, obs(episode, step))
-            runner.call("c", "log_returns", name, float(step))
+            ask(runner, "get_action", name, obs(episode, step))
+            ask(runner, "log_returns", name, float(step))
         if end:
-            runner.call("c", "end_episode", name, obs(episode, steps), end == "truncated")
+            ask(runner, "end_episode", name, obs(episode, steps), end == "truncated")
     batch = runner.sample(11)
     policy = runner.policy
     assert isinstance(policy, ModulePolicy)
@@ -161,36 +171,135 @@ def test_episodes_keep_the_state_of_a_policy_with_memory(kind: str) -> None:
     waves = {e: np.random.default_rng(e).uniform(-1, 1, (101, 2)).astype(np.float32) for e in (1, 2, 3)}
     lengths = {1: (3, "terminated"), 2: (100, "truncated"), 3: (70, "")}
     for name in ("e1", "e2", "e3"):
-        runner.call("c", "start_episode", name, True)
+        ask(runner, "start_episode", name, True)
     batches = []
     for step in range(100):
         for episode, (steps, _) in lengths.items():
             if step < steps:
-                runner.call("c", "get_action", f"e{episode}", waves[episode][step])
-                runner.call("c", "log_returns", f"e{episode}", float(step))
+                ask(runner, "get_action", f"e{episode}", waves[episode][step])
+                ask(runner, "log_returns", f"e{episode}", float(step))
             elif step == steps and lengths[episode][1]:
-                runner.call("c", "end_episode", f"e{episode}", waves[episode][steps], False)
+                ask(runner, "end_episode", f"e{episode}", waves[episode][steps], False)
         if step in (20, 69):
             batches.append(runner.sample(1))
             runner._sampling = True
         if step == 40:
             runner.set_weights(runner.get_weights())
-    runner.call("c", "end_episode", "e2", waves[2][100], True)
+    ask(runner, "end_episode", "e2", waves[2][100], True)
     batch = SampleBatch.concat_samples([*batches, runner.sample(1)])
     policy: Any = runner.policy
     assert check_against_whole_episodes(batch, policy.module) == 3 + 100 + 69
 
 
+def waiting(runner: ExternalEnvRunner, pool: ThreadPoolExecutor, method: str, *args: Any) -> Any:
+    """A call that waits for the learner; returns once it waits."""
+    episode = runner._going_on["c", args[0]]
+    before = episode.waits
+    future = pool.submit(runner.call, "c", method, *args)
+    settle(lambda: episode.waits is not before or future.done())
+    return future
+
+
+def settle(condition: Any) -> None:
+    ends = time.monotonic() + HANG_S
+    while not condition():
+        assert time.monotonic() < ends
+        time.sleep(0.001)
+
+
+def test_a_request_that_is_repeated_is_one_step() -> None:
+    """A client gave up waiting for the learner, and asks again: the step is in the batch once."""
+    runner = runner_of()
+    ask(runner, "start_episode", "e", True)
+    assert runner.call("c", "get_action", "e", 1, obs(1, 0)) == 0
+    runner.call("c", "log_returns", "e", 2, 1.0)
+    runner._sampling = False
+    with ThreadPoolExecutor(2) as pool:
+        first = waiting(runner, pool, "get_action", "e", 2, obs(1, 1))
+        second = waiting(runner, pool, "get_action", "e", 2, obs(1, 1))
+        with pytest.raises(UsageError, match="a later call asks for the action"):
+            first.result(HANG_S)
+        with pytest.raises(UsageError, match="had no answer; repeat it first"):
+            runner.call("c", "log_returns", "e", 2, 1.0)
+        with pytest.raises(UsageError, match="its observation was another one"):
+            runner.call("c", "get_action", "e", 2, obs(1, 7))
+        with runner._changed:
+            runner._sampling = True
+            runner._changed.notify_all()
+        assert second.result(HANG_S) == 1
+    assert runner.call("c", "get_action", "e", 2, obs(1, 1)) == 1  # its answer was lost too
+    runner.call("c", "log_returns", "e", 3, 2.0)
+    runner.call("c", "get_action", "e", 3, obs(1, 2))
+    runner.call("c", "log_action", "e", 3, obs(1, 2), 1)  # the answer came too late: the simulator did something else
+    runner.call("c", "log_returns", "e", 4, 3.0)
+    runner.call("c", "end_episode", "e", 4, obs(1, 3), False)
+    batch = runner.sample(3)
+    assert batch[columns.OBS][:, 1].tolist() == [0, 1, 2]
+    assert batch[columns.REWARDS].tolist() == [1, 2, 3]
+    assert batch[columns.ACTIONS].tolist() == [0, 1, 1]
+    assert batch[columns.T].tolist() == [0, 1, 2]
+    assert batch[columns.TERMINATEDS].tolist() == [False, False, True]
+    stats = runner.take_stats()
+    assert (stats.lengths, stats.returns) == ([3], [6.0])
+
+
+@pytest.mark.parametrize("answered", [False, True])
+def test_an_episode_that_ends_after_a_request_without_an_answer_is_truncated(answered: bool) -> None:
+    runner = runner_of()
+    play(runner, 1, 2, end="")
+    runner.has_weights = answered  # with weights, an action is chosen that nobody carries out
+    with ThreadPoolExecutor(1) as pool:
+        request = waiting(runner, pool, "get_action", "e1", 3, obs(1, 2))
+        if answered:
+            assert request.result(HANG_S) == 0
+        else:  # the last step waits for what comes after it
+            assert runner.sample(1)[columns.OBS].tolist() == [[1, 0]]
+        with pytest.raises(UsageError, match="its observation was another one"):
+            runner.call("c", "end_episode", "e1", 3, obs(1, 9), False)
+        runner.call("c", "end_episode", "e1", 3, obs(1, 2), False)
+        if not answered:
+            with pytest.raises(EpisodeLost):
+                request.result(HANG_S)
+    last = runner.sample(1)
+    assert (last[columns.OBS][-1].tolist(), last[columns.NEW_OBS][-1].tolist()) == ([1, 1], [1, 2])
+    assert (last[columns.TERMINATEDS].any(), last[columns.TRUNCATEDS].tolist()[-1]) == (False, True)
+    stats = runner.take_stats()
+    assert (stats.lengths, stats.returns) == ([2], [3.0])
+
+
+def test_a_batch_that_does_not_come_in_time_keeps_its_steps() -> None:
+    runner = runner_of(sample_timeout_s=0.01)
+    play(runner, 1, 2)
+    with pytest.raises(CallTimeout, match="runner 0 waits for external environments: 2 of 3 steps, 1 clients"):
+        runner.sample(3)
+    assert not runner._sampling
+    assert len(runner.sample(2)) == 2
+
+
+def test_an_older_stream_of_a_client_does_not_end_a_newer_one() -> None:
+    async def attend_twice() -> None:
+        streams = [runner.attend("x") for _ in range(2)]
+        for stream in streams:
+            assert await anext(stream)
+        await streams[0].aclose()  # type: ignore[attr-defined]
+        assert "x" in runner._clients
+        await streams[1].aclose()  # type: ignore[attr-defined]
+        assert "x" not in runner._clients
+
+    runner = runner_of()
+    asyncio.run(attend_twice())
+
+
 def test_episodes_that_are_not_trained_and_actions_of_the_simulator() -> None:
     runner = runner_of()
-    runner.call("c", "start_episode", "shown", False)
-    assert runner.call("c", "get_action", "shown", obs(9, 1)) == 1
-    runner.call("c", "log_returns", "shown", 1.0)
-    runner.call("c", "end_episode", "shown", obs(9, 2), False)
-    runner.call("c", "start_episode", "own", True)
-    runner.call("c", "log_action", "own", obs(5, 0), 1)
-    runner.call("c", "log_returns", "own", 2.0)
-    runner.call("c", "end_episode", "own", obs(5, 1), False)
+    ask(runner, "start_episode", "shown", False)
+    assert ask(runner, "get_action", "shown", obs(9, 1)) == 1
+    ask(runner, "log_returns", "shown", 1.0)
+    ask(runner, "end_episode", "shown", obs(9, 2), False)
+    ask(runner, "start_episode", "own", True)
+    ask(runner, "log_action", "own", obs(5, 0), 1)
+    ask(runner, "log_returns", "own", 2.0)
+    ask(runner, "end_episode", "own", obs(5, 1), False)
     batch = runner.sample(1)
     assert (batch[columns.OBS].tolist(), batch[columns.ACTIONS].tolist()) == ([[5, 0]], [1])
     assert runner.take_stats().returns == [2.0]
@@ -198,7 +307,7 @@ def test_episodes_that_are_not_trained_and_actions_of_the_simulator() -> None:
 
 def test_wrong_calls_are_refused() -> None:
     runner = runner_of()
-    runner.call("c", "start_episode", "e", True)
+    ask(runner, "start_episode", "e", True)
     for call, says in (
         (("get_action", "x", obs(0, 0)), "there is no episode 'x'"),
         (("log_returns", "e", 1.0), "no action yet"),
@@ -206,13 +315,13 @@ def test_wrong_calls_are_refused() -> None:
         (("get_action", "e", np.array([np.nan, 0], np.float32)), "NaN or infinite"),
         (("log_action", "e", obs(0, 0), 7), "not in the action space"),
         (("start_episode", "e", True), "goes on already"),
-        (("stop",), "no method 'stop'"),
+        (("stop", ""), "no method 'stop'"),
     ):
         with pytest.raises((UsageError, EpisodeLost), match=says):
-            runner.call("c", *call)
-    runner.call("c", "get_action", "e", obs(0, 0))
+            ask(runner, *call)
+    ask(runner, "get_action", "e", obs(0, 0))
     with pytest.raises(UsageError, match="the reward is nan"):
-        runner.call("c", "log_returns", "e", float("nan"))
+        ask(runner, "log_returns", "e", float("nan"))
     with pytest.raises(UsageError, match="sampled by num_steps"):
         runner.sample(num_episodes=1)
     external = ExternalEnv(*SPACES)
@@ -222,17 +331,15 @@ def test_wrong_calls_are_refused() -> None:
     ):
         with pytest.raises(UsageError, match=says):
             config.build()
-    with pytest.raises(UsageError, match="Remembering has memory, and external environments keep no states yet"):
-        runner_of(Remembering)
     box = ExternalEnv(SPACES[0], gym.spaces.Box(-2, 2, (1,), np.float32))
     scaled = ExternalEnvRunner(
         box, SACConfig().environment(box).policy_class(), policy_config=SACConfig().environment(box).policy_config()
     )
-    scaled._clients.add("c")
+    scaled._clients["c"] = object()
     scaled.has_weights = scaled._sampling = True
-    scaled.call("c", "start_episode", "e", True)
+    ask(scaled, "start_episode", "e", True)
     with pytest.raises(UsageError, match="learns from its own only"):
-        scaled.call("c", "log_action", "e", obs(0, 0), np.array([1.5], np.float32))
+        ask(scaled, "log_action", "e", obs(0, 0), np.array([1.5], np.float32))
 
 
 def started(folder: Path) -> EnvRunnerGroup:
