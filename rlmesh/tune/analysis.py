@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -57,11 +58,16 @@ class ExperimentAnalysis:
         elif scope == "all":
             raise UsageError(f"get_best_trial(scope='all') is for the metric of the search, {self.metric!r}")
         else:
-            scores = [(trials.metric_of(t.last_result, metric, "metric"), t) for t in self.trials if t.last_result]
+            scores = [(trials.metric_of(t.last_result, metric, "metric"), t) for t in self._with(metric)]
         known = [(score, each) for score, each in scores if not math.isnan(score)]
         if not known:
             return None
         return (max if mode == "max" else min)(known, key=lambda pair: pair[0])[1]
+
+    def _with(self, metric: str) -> list[Trial]:
+        """The trials whose last results have a metric; all that have results if none has it."""
+        having = [each for each in self.trials if metric in dict(trials.numbers_of(each.last_result))]
+        return having or [each for each in self.trials if each.last_result]
 
     @property
     def best_trial(self) -> Trial:
@@ -170,7 +176,7 @@ def trial_folder(storage: Path, each: Trial, *, single: bool) -> Path:
     return storage if single else storage / "trials" / each.trial_id
 
 
-def save(analysis: ExperimentAnalysis, space: Mapping[str, str], seed: int) -> None:
+def save(analysis: ExperimentAnalysis, space: Mapping[str, str], seed: int, search: str) -> None:
     """Write what a resumed search needs, if there is a folder for it."""
     if analysis.experiment_path is None:
         return
@@ -180,6 +186,7 @@ def save(analysis: ExperimentAnalysis, space: Mapping[str, str], seed: int) -> N
         "mode": analysis.mode,
         "space": dict(space),
         "seed": seed,
+        "search": search,
         "trials": [
             {
                 "trial_id": each.trial_id,
@@ -227,4 +234,9 @@ def trial_of(row: Mapping[str, Any], folder: Path) -> Trial:
 def storable(value: Any) -> Any:
     """The value itself if JSON has it, otherwise its text."""
     plain = value is None or isinstance(value, bool | int | str) or (isinstance(value, float) and math.isfinite(value))
-    return value if plain else repr(value)
+    return value if plain else text_of(value)
+
+
+def text_of(value: Any) -> str:
+    """The value as text, which is the same in each process: without the addresses of functions and objects."""
+    return re.sub(r" at 0x[0-9a-f]+", "", repr(value))

@@ -49,6 +49,7 @@ class TrialLoop:
         found: the trials, whose states change.
         of_trial: gives class and settings of a trial for chosen values.
         threads: threads of torch for each trial in a process of its own; 0: trials run in this process.
+        evaluates: some results have an evaluation.
         ends: time on `clock.now` at which all trials end; None: no limit.
     """
 
@@ -64,6 +65,7 @@ class TrialLoop:
     restore: str | None
     space: Mapping[str, str]
     threads: int
+    evaluates: bool
     ends: float | None
     answers: queue.SimpleQueue[Answer] = field(default_factory=queue.SimpleQueue)
     _runs: dict[TrialSlot, _RunningTrial] = field(default_factory=dict)
@@ -120,8 +122,7 @@ class TrialLoop:
         if not self.found.single:
             done = int(Path(trial.checkpoint).name) if trial.checkpoint else 0
             trial.history = [pair for pair in trial.history if pair[0] <= done]
-            if files is not None:
-                files.begin(done)
+            trial.last_result = ResultDict() if files is None else files.begin(done)
         self._save_state()
         slot.submit("begin", self.of_trial(self._values[number], pickled=self.threads > 0), restore, self.threads)
 
@@ -149,10 +150,13 @@ class TrialLoop:
             self._result(slot, run, ResultDict(answer.value))
         elif run.step == "save":
             trial.checkpoint = answer.value
-            self._save_state()
+            if run.end is None:  # otherwise the end is written with it
+                self._save_state()
             self._go_on(slot, run)
         else:
-            self._submit(slot, run, "train")
+            if self._is_over(trial):  # a run before was killed after the last iteration
+                run.end = trials.TERMINATED
+            self._go_on(slot, run)
 
     def _submit(self, slot: TrialSlot, run: _RunningTrial, step: str, *args: Any) -> None:
         run.step = step
@@ -162,7 +166,7 @@ class TrialLoop:
         trial, files = run.trial, self._files_of(run.trial)
         value = self._record(trial, result)
         number, iteration = int(trial.trial_id), trial.iteration
-        if trials.is_over(result, self.stop):
+        if self._is_over(trial):
             run.end = trials.TERMINATED
         elif self.search.report(number, iteration, value):
             run.end = trials.PRUNED
@@ -172,6 +176,9 @@ class TrialLoop:
         else:
             self._go_on(slot, run)
 
+    def _is_over(self, trial: Trial) -> bool:
+        return trials.is_over(trial.last_result, self.stop, evaluates=self.evaluates)
+
     def _record(self, trial: Trial, result: ResultDict) -> float:
         """Keep, write and print a result; return the value of the metric."""
         trial.last_result = result
@@ -179,7 +186,7 @@ class TrialLoop:
             say(result_line(trial, titled=not self.found.single))
         if (files := self._files_of(trial)) is not None:
             files.add(result)
-        value = trials.metric_of(result, self.found.metric, "metric")
+        value = trials.metric_of(result, self.found.metric, "metric", evaluates=self.evaluates)
         if math.isfinite(value):
             trial.history.append((trial.iteration, value))
         return value
@@ -223,15 +230,25 @@ class TrialLoop:
         """Mark the trials that run as stopped, and write their checkpoints if that was asked for."""
         self.found.interrupted = True
         saving: dict[TrialSlot, _RunningTrial] = {}
+        arrived: dict[TrialSlot, Answer] = {}
+        while not self.answers.empty():
+            answer = self.answers.get()
+            arrived[answer.slot] = answer
         for slot, run in self._runs.items():
             if run.trial.status != trials.RUNNING:
                 continue
             run.trial.status = trials.STOPPED
-            if self.checkpoint_at_end and self.found.experiment_path is not None:
-                saving[slot] = run
-                # In another process, an iteration goes on, and its result comes first.
-                if not (self.threads and run.step == "train"):
-                    self._save_stopped(slot, saving)
+            known = arrived.get(slot)
+            if known is not None and not self._arrived(run, known):
+                continue
+            if not self.checkpoint_at_end or self.found.experiment_path is None:
+                if run.end is not None:
+                    self._ended(run.trial, run.end)
+                continue
+            saving[slot] = run
+            # In another process, an iteration goes on, and its result comes first.
+            if known is not None or not (self.threads and run.step == "train"):
+                self._save_stopped(slot, saving)
         until = clock.now() + SAVE_S
         while saving:
             try:
@@ -243,23 +260,38 @@ class TrialLoop:
             if answer.slot not in saving:
                 continue
             run = saving[answer.slot]
-            if answer.error is not None:
+            if not self._arrived(run, answer):
                 del saving[answer.slot]
-                say(f"{run.trial.title}  its checkpoint was not written: {answer.error.strip()}", style="red")
             elif run.step == "save":
                 del saving[answer.slot]
-                run.trial.checkpoint = answer.value
+                if run.end is not None:
+                    self._ended(run.trial, run.end)
             else:
-                if run.step == "train":
-                    self._record(run.trial, ResultDict(answer.value))
                 self._save_stopped(answer.slot, saving)
+
+    def _arrived(self, run: _RunningTrial, answer: Answer) -> bool:
+        """Keep what a trial did before it was stopped; False if it failed."""
+        if answer.error is not None:
+            what = "its checkpoint was not written" if run.step == "save" else "failed"
+            say(f"{run.trial.title}  {what}: {answer.error.strip()}", style="red")
+            return False
+        if run.step == "save":
+            run.trial.checkpoint = answer.value
+        elif run.step == "train":
+            self._record(run.trial, ResultDict(answer.value))
+            if self._is_over(run.trial):
+                run.end = trials.TERMINATED
+        return True
 
     def _save_stopped(self, slot: TrialSlot, saving: dict[TrialSlot, _RunningTrial]) -> None:
         run, files = saving[slot], self._files_of(saving[slot].trial)
-        if files is None or not run.trial.iteration:
+        number = run.trial.iteration
+        if files is None or not number or run.trial.checkpoint == str(files.checkpoint(number)):
             del saving[slot]
+            if run.end is not None:
+                self._ended(run.trial, run.end)
         else:
-            self._submit(slot, run, "save", str(files.checkpoint(run.trial.iteration)))
+            self._submit(slot, run, "save", str(files.checkpoint(number)))
 
     def _files_of(self, trial: Trial) -> TrialFiles | None:
         storage = self.found.experiment_path
@@ -271,4 +303,4 @@ class TrialLoop:
 
     def _save_state(self) -> None:
         if not self.found.single:
-            states.save(self.found, self.space, self.seed)
+            states.save(self.found, self.space, self.seed, type(self.search).__name__)

@@ -79,7 +79,8 @@ def run(
 
     Raises:
         UsageError: wrong settings, an unknown metric, or an argument that needs a ``storage_path``. Settings of all
-            trials are checked before the first one begins; those of a study, one random set of them.
+            trials are checked before the first one begins; those of a study, one random set of them. A metric of an
+            evaluation may be missing in results without an evaluation.
         TrialsFailed: all trials of a search failed. An error of a run without a search passes as it is.
     """
     algorithm_class = (
@@ -111,7 +112,7 @@ def run(
     loop = TrialLoop(
         found, search, settings.of_trial, stop=stop, checkpoint_freq=checkpoint_freq,
         checkpoint_at_end=checkpoint_at_end, max_failures=max_failures, verbose=verbose,
-        seed=SEED if seed is None else seed,
+        seed=SEED if seed is None else seed, evaluates=settings.config["evaluation_interval"] is not None,
         restore=None if restore is None else str(Path(restore).absolute()), space=described(settings.space),
         threads=0 if at_once == 1 else max(1, _cores() // at_once),
         ends=None if time_budget_s is None else clock.now() + time_budget_s,
@@ -190,10 +191,14 @@ def _search(
     if before is None and folder is not None and (folder / EXPERIMENT).exists():
         raise UsageError(f"tune.run: {folder} has a search: go on with it by resume=True, or name another folder")
     if before is not None:
-        told = {"space": described(space), "metric": found.metric, "mode": found.mode, "seed": seed}
+        told = {
+            "space": described(space), "metric": found.metric, "mode": found.mode, "seed": seed,
+            "search": (BasicSearch if given is None else type(given)).__name__,
+        }  # fmt: skip
         for name, value in told.items():
-            if before[name] != value:
-                raise UsageError(f"tune.run(resume=True): {name} was {before[name]!r} and is {value!r} now")
+            if before.get(name) != value:
+                hint = ". Give search_alg as in the run before" if name == "search" else ""
+                raise UsageError(f"tune.run(resume=True): {name} was {before.get(name)!r} and is {value!r} now{hint}")
     search: Search
     if given is not None:
         given.begin(space, num_samples, seed, found.mode, folder, resume=before is not None)
@@ -204,6 +209,11 @@ def _search(
         for number in range(basic.total):
             settings.with_values(basic.ask(number)).validate()
     known = [] if before is None else before["trials"]
+    if given is None and search.total < len(known):
+        raise UsageError(
+            f"tune.run(resume=True, num_samples={num_samples}): the search has {len(known)} trials, and these are "
+            f"{search.total} only; give at least the num_samples of the run before"
+        )
     algorithm = settings.algorithm_class.__name__
     for number in range(max(search.total, len(known))):
         if number < len(known) and folder is not None:
@@ -222,7 +232,7 @@ def _search(
 
 def described(space: Mapping[spaces.Path, spaces.Domain]) -> dict[str, str]:
     """The domains by name, as text."""
-    return {spaces.named(path): repr(domain) for path, domain in space.items()}
+    return {spaces.named(path): states.text_of(domain) for path, domain in space.items()}
 
 
 def _cores() -> int:

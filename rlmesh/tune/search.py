@@ -9,9 +9,13 @@ from pathlib import Path as FilePath
 from typing import Any, Protocol
 
 from rlmesh.errors import UsageError
+from rlmesh.tune.analysis import storable
 from rlmesh.tune.space import ChoiceDomain, Domain, NumberDomain, Path, named, variants
 
 __all__ = ["BasicSearch", "OptunaSearch", "Search"]
+
+NUMBER = "rlmesh_trial"
+"""The attribute of a study's trial that has the number of ours."""
 
 logger = logging.getLogger(__name__)
 
@@ -77,6 +81,7 @@ class OptunaSearch:
         self.total = 0
         self.study: Any = None
         self._trials: dict[int, Any] = {}
+        self._known: dict[int, dict[str, Any]] = {}
         self._own_storage: Any = None
 
     def begin(
@@ -112,6 +117,8 @@ class OptunaSearch:
                 f"the storage has a study {self._name!r} already: go on with it by resume=True, or name another by "
                 "OptunaSearch(study_name=…)"
             ) from None
+        if resume and self._sampler is None:  # with the same seed, it would draw the first trials' values once more
+            self.study.sampler = optuna.samplers.TPESampler(seed=chosen_seed + len(self.study.trials))
         wanted = optuna.study.StudyDirection.MAXIMIZE if mode == "max" else optuna.study.StudyDirection.MINIMIZE
         if self.study.direction != wanted:
             raise UsageError(f"the study {self._name!r} has another direction than mode={mode!r}")
@@ -119,15 +126,35 @@ class OptunaSearch:
             self.study.tell(trial.number, state=optuna.trial.TrialState.FAIL)
 
     def again(self, number: int, values: Mapping[str, Any]) -> None:
-        """Let the next `ask` give these values again: the trial did not end in the run before."""
-        encoded = {name: self._encoded(name, value) for name, value in values.items()}
-        self.study.enqueue_trial(encoded, user_attrs={"rlmesh_trial": number})
+        """Let `ask` give a trial these values again: it did not end in the run before.
+
+        Raises:
+            UsageError: values of a ``choice`` cannot be told apart.
+        """
+        self._known[number] = {name: self._encoded(name, value) for name, value in values.items()}
 
     def ask(self, number: int) -> dict[Path, Any]:
-        """The values of the next trial."""
-        trial = self._trials[number] = self.study.ask(self._distributions)
-        trial.set_user_attr("rlmesh_trial", number)
+        """The values of a trial."""
+        known = self._known.pop(number, None)
+        if known is not None:
+            self.study.enqueue_trial(known, user_attrs={NUMBER: number})
+        trial = self._trials[number] = self._next(None if known is None else number)
+        trial.set_user_attr(NUMBER, number)
         return {path: self._decoded(name, trial.params[name]) for name, (path, _) in self._domains.items()}
+
+    def _next(self, number: int | None) -> Any:
+        """The next trial of the study's queue that was put there for a trial of this number; None: for no one.
+
+        The queue is in the storage, and may have trials that runs before put there and did not begin: they fail.
+        """
+        while True:
+            trial = self.study.ask(self._distributions)
+            found = trial.user_attrs.get(NUMBER)
+            if found == number:
+                return trial
+            self.study.tell(trial, state=_optuna().trial.TrialState.FAIL)
+            if found is None:  # of the user, for a new trial
+                self.study.enqueue_trial(trial.params)
 
     def report(self, number: int, iteration: int, value: float) -> bool:
         """Tell the pruner of a value; True if it ends the trial."""
@@ -156,7 +183,13 @@ class OptunaSearch:
     def _encoded(self, name: str, value: Any) -> Any:
         domain = self._domains[name][1]
         if isinstance(domain, ChoiceDomain) and not _is_plain(domain):
-            return [repr(each) for each in domain.values].index(value if isinstance(value, str) else repr(value))
+            texts, text = [repr(storable(each)) for each in domain.values], repr(storable(value))
+            if texts.count(text) != 1:
+                raise UsageError(
+                    f"tune.run(resume=True): {name} was {text}, which is not one of the values {', '.join(texts)}, or "
+                    "several of them look alike; choose among names in place of objects"
+                )
+            return texts.index(text)
         return value
 
     def _decoded(self, name: str, value: Any) -> Any:

@@ -95,8 +95,8 @@ def require_stop(stop: Stop) -> None:
             raise UsageError(f"tune.run(stop=…): {name!r} has a number, not {value!r}")
 
 
-def is_over(result: ResultDict, stop: Stop) -> bool:
-    """True if a criterion is met.
+def is_over(result: ResultDict, stop: Stop, *, evaluates: bool = False) -> bool:
+    """True if a criterion is met; one whose metric `metric_of` gives as NaN is not.
 
     Raises:
         UsageError: the results have no metric of this name.
@@ -105,17 +105,25 @@ def is_over(result: ResultDict, stop: Stop) -> bool:
         return False
     if callable(stop):
         return bool(stop(result))
-    return any(metric_of(result, name, "stop") >= value for name, value in stop.items())
+    return any(metric_of(result, name, "stop", evaluates=evaluates) >= value for name, value in stop.items())
 
 
-def metric_of(result: ResultDict, name: str, argument: str) -> float:
-    """The number of a metric such as ``env_runners/episode_return_mean``.
+def metric_of(result: ResultDict, name: str, argument: str, *, evaluates: bool = False) -> float:
+    """The number of a metric such as ``env_runners/episode_return_mean``; NaN if later results may have it.
+
+    Args:
+        evaluates: there are evaluations, though not after each iteration.
 
     Raises:
         UsageError: there is no metric of this name; names the nearest one.
     """
     flat = dict(numbers_of(result))
     if name not in flat:
+        learners = ("learners/", "info/learner/")  # before learning starts, there are no statistics
+        if name.startswith(learners) and not result.get("learners"):
+            return math.nan
+        if name.startswith("evaluation/") and evaluates and not result.get("evaluation"):
+            return math.nan
         hint = did_you_mean(name, flat)
         raise UsageError(f"tune.run({argument}=…): the results have no metric {name!r}.{hint}")
     return float(flat[name])
@@ -141,23 +149,30 @@ class TrialFiles:
         """The folder of the checkpoint of an iteration."""
         return self.folder / CHECKPOINTS / f"{iteration:06}"
 
-    def begin(self, iteration: int) -> None:
-        """Drop the results of later iterations, which a restored training computes again."""
+    def begin(self, iteration: int) -> ResultDict:
+        """Drop the results of later iterations, which a restored training computes again; return the last one."""
         rows = read_results(self.folder)
         kept = [row for row in rows if (row.get("training_iteration") or 0) <= iteration]
-        if len(kept) == len(rows):
-            return
+        last = nested(kept[-1]) if kept and kept[-1].get("training_iteration") == iteration else ResultDict()
+        path = self.folder / RESULTS
         text = "".join(json.dumps(row) + "\n" for row in kept)
-        (self.folder / RESULTS).write_text(text)
+        if path.exists() and path.read_text() != text:  # there are later results, or a line was cut off
+            private_files.write_whole(path, text)
+        if len(kept) == len(rows):
+            return last
         self._events.expect_replay(max(int(row["timesteps_total"] or 0) for row in rows), at=clock.epoch())
+        return last
 
     def add(self, result: ResultDict) -> None:
         """Append a result as a line of JSON, with null for NaN, and as scalars of TensorBoard."""
         self.folder.mkdir(parents=True, exist_ok=True)
         (self.folder / EVENTS).mkdir(exist_ok=True)
         row = {name: value if math.isfinite(value) else None for name, value in numbers_of(result)}
-        with (self.folder / RESULTS).open("a") as file:
-            file.write(json.dumps(row) + "\n")
+        with (self.folder / RESULTS).open("ab+") as file:
+            size = file.tell()
+            file.seek(max(0, size - 1))
+            broken = file.read(1) not in (b"", b"\n")  # the line before was cut off
+            file.write(("\n" * broken + json.dumps(row) + "\n").encode())
         scalars = {name: float(value) for name, value in row.items() if value is not None and name[:5] != "info/"}
         self._events.add_scalars(scalars, step=int(result["timesteps_total"]), at=clock.epoch())
 
@@ -170,7 +185,7 @@ class TrialFiles:
 
 
 def read_results(folder: Path) -> list[dict[str, Any]]:
-    """The results in a folder, one dict of numbers each. A last line that was cut off is left out."""
+    """The results in a folder, one dict of numbers each. A line that was cut off is left out."""
     try:
         lines = (folder / RESULTS).read_text().splitlines()
     except FileNotFoundError:
@@ -180,7 +195,7 @@ def read_results(folder: Path) -> list[dict[str, Any]]:
         try:
             rows.append(json.loads(line))
         except ValueError:
-            break
+            continue
     return rows
 
 

@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,7 +20,10 @@ from rlmesh import tune
 from rlmesh.cli.main import main
 from rlmesh.envs import PG, Algorithm, PGConfig, PPOConfig, ResultDict
 from rlmesh.errors import UsageError
+from rlmesh.tune import loop, running
 from rlmesh.tune import space as spaces
+from rlmesh.tune.analysis import storable
+from rlmesh.tune.trial import TrialFiles, read_results
 
 from ..own_time import HANG_S
 
@@ -296,6 +300,116 @@ def test_lines_are_coloured_on_a_terminal_only() -> None:
     assert plain.stdout == "PPO 1: 64 steps\nfailed\n"
 
 
+class Pressing(PG):
+    """Fails once in its fourth iteration, and presses Ctrl-C in the first one after that."""
+
+    def training_step(self) -> Any:
+        failed, pressed = (Path(os.environ["PRESSING"]) / name for name in ("failed", "pressed"))
+        if self.iteration == 3 and not failed.exists():
+            failed.touch()
+            raise OSError("a disk was away")
+        if failed.exists() and not pressed.exists():
+            pressed.touch()
+            os.kill(os.getpid(), signal.SIGINT)
+        return super().training_step()
+
+
+def iterations_in(folder: Path) -> list[int]:
+    lines = (folder / "results.jsonl").read_text().splitlines()
+    return [json.loads(line)["training_iteration"] for line in lines]
+
+
+def test_a_trial_that_is_stopped_right_after_it_began_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PRESSING", str(tmp_path))
+    settings: dict[str, Any] = {
+        "config": PGConfig(Pressing).update_from_dict(SMALL).training(lr=tune.choice([1e-3])), "verbose": 0,
+        "stop": {"training_iteration": 4}, "storage_path": tmp_path / "runs", "checkpoint_freq": 2, "max_failures": 1,
+        "checkpoint_at_end": True,
+    }  # fmt: skip
+    (trial,) = tune.run(Pressing, **settings).trials
+    folder = tmp_path / "runs" / "trials" / "00000"
+    assert (trial.status, trial.iteration, Path(trial.checkpoint or "").name) == ("STOPPED", 2, "000002")
+    assert iterations_in(folder) == [1, 2]
+    (trial,) = tune.run(Pressing, **settings, resume=True).trials
+    assert (trial.status, iterations_in(folder)) == ("TERMINATED", [1, 2, 3, 4])
+
+
+def test_a_trial_that_was_at_its_end_does_not_train_again(tmp_path: Path) -> None:
+    settings: dict[str, Any] = {
+        "config": {**SMALL, "lr": tune.choice([1e-3])}, "storage_path": tmp_path, "verbose": 0, "stop": TWO,
+        "checkpoint_at_end": True, "num_samples": 2,
+    }  # fmt: skip
+    tune.run("PG", **settings, max_concurrent_trials=1)
+    path = tmp_path / "experiment.json"
+    path.write_text(path.read_text().replace("TERMINATED", "RUNNING"))  # as if it was killed before the end was written
+    found = tune.run("PG", **settings, max_concurrent_trials=1, resume=True)
+    assert [trial.status for trial in found.trials] == ["TERMINATED"] * 2
+    assert iterations_in(tmp_path / "trials" / "00000") == [1, 2]
+    with pytest.raises(UsageError, match="the search has 2 trials, and these are 1 only"):
+        tune.run("PG", **{**settings, "num_samples": 1}, resume=True)
+
+
+def test_what_is_over_time_is_kept_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The time ends in the second iteration: its result counts, and the checkpoint is that of its number."""
+    now = [0.0]
+
+    class Late(PG):
+        def training_step(self) -> Any:
+            now[0] += 1
+            return super().training_step()
+
+    monkeypatch.setattr(loop, "clock", SimpleNamespace(now=lambda: now[0]))
+    monkeypatch.setattr(running, "clock", SimpleNamespace(now=lambda: now[0]))
+    config = PGConfig(Late).update_from_dict(SMALL).training(lr=tune.choice([1e-3]))
+    found = tune.run(
+        Late, config=config, max_concurrent_trials=1, storage_path=tmp_path, checkpoint_at_end=True, time_budget_s=1.5,
+        verbose=0,
+    )  # fmt: skip
+    (trial,) = found.trials
+    assert (trial.status, trial.iteration, Path(trial.checkpoint or "").name) == ("STOPPED", 2, "000002")
+    assert iterations_in(tmp_path / "trials" / "00000") == [1, 2]
+    with Algorithm.from_checkpoint(trial.checkpoint or "") as algorithm:
+        assert algorithm.iteration == 2
+
+
+def test_results_behind_a_line_that_was_cut_off_are_read(tmp_path: Path) -> None:
+    def result(iteration: int) -> ResultDict:
+        return ResultDict(training_iteration=iteration, timesteps_total=iteration * 10)
+
+    files = TrialFiles(tmp_path)
+    files.add(result(1))
+    path = tmp_path / "results.jsonl"
+    path.write_text(path.read_text() + '{"training_iter')
+    again = TrialFiles(tmp_path)
+    again.add(result(2))
+    assert [row["training_iteration"] for row in read_results(tmp_path)] == [1, 2]
+    assert again.begin(2)["timesteps_total"] == 20
+    assert iterations_in(tmp_path) == [1, 2]  # the broken line is gone
+    files.close()
+    again.close()
+
+
+def test_a_metric_of_evaluations_may_be_missing_between_them() -> None:
+    config = PGConfig.from_dict({**SMALL, "lr": tune.choice([1e-3])})
+    config.evaluation(evaluation_interval=2, evaluation_duration=1)
+    metric = "evaluation/env_runners/episode_return_mean"
+    settings: dict[str, Any] = {"max_concurrent_trials": 1, "verbose": 0}
+    found = tune.run("PG", config=config, metric=metric, stop={**TWO, metric: 1e9}, **settings)
+    assert [iteration for iteration, _ in found.trials[0].history] == [2]
+    with pytest.raises(UsageError, match="no metric 'evaluation/env_runners/return'"):
+        tune.run("PG", config=config, metric="evaluation/env_runners/return", stop=TWO, **settings)
+    config.evaluation(evaluation_interval=None)
+    with pytest.raises(UsageError, match="no metric 'evaluation/env"):
+        tune.run("PG", config=config, metric=metric, stop=TWO, **settings)
+
+
+def test_a_space_is_described_without_addresses() -> None:
+    space = {("gamma",): tune.sample_from(lambda spec: 0.9), ("env",): tune.choice([iterations_in, object()])}
+    texts = running.described(space)
+    assert "0x" not in str(texts)
+    assert "iterations_in" in texts["env"]
+
+
 @pytest.fixture
 def optuna() -> Any:
     return pytest.importorskip("optuna", reason="optuna is not installed: pip install 'rlmesh[optuna]'")
@@ -335,6 +449,8 @@ def test_a_study_goes_on_from_its_storage(optuna: Any, tmp_path: Path, monkeypat
     found = tune.run(Interrupting, search_alg=tune.OptunaSearch(), **settings)
     assert [trial.status for trial in found.trials] == ["STOPPED", "PENDING"]
     monkeypatch.setenv("RLMESH_GOES_ON", "1")
+    with pytest.raises(UsageError, match="search was 'OptunaSearch' and is 'BasicSearch' now"):
+        tune.run(Interrupting, **settings, resume=True)
     search = tune.OptunaSearch()
     again = tune.run(Interrupting, search_alg=search, **{**settings, "num_samples": 3}, resume=True)
     assert [trial.status for trial in again.trials] == ["TERMINATED"] * 3
@@ -345,6 +461,39 @@ def test_a_study_goes_on_from_its_storage(optuna: Any, tmp_path: Path, monkeypat
     assert [trial.user_attrs["rlmesh_trial"] for trial in done] == [0, 1, 2]
     assert [trial.value for trial in done] == [trial.history[-1][1] for trial in again.trials]
     search.end()
+
+
+def test_values_stay_with_their_trials_after_several_interruptions(optuna: Any, tmp_path: Path) -> None:
+    space = spaces.find({"lr": tune.loguniform(1e-4, 1e-1), "widths": tune.choice(["auto", (4,), (8,), iterations_in])})
+
+    def begun(*, resume: bool = True) -> tune.OptunaSearch:
+        search = tune.OptunaSearch()
+        search.begin(space, 4, 0, "max", tmp_path, resume=resume)
+        for number, chosen in values.items():
+            search.again(number, {spaces.named(path): storable(value) for path, value in chosen.items()})
+        return search
+
+    values: dict[int, Any] = {}
+    first = begun(resume=False)
+    found = {number: first.ask(number) for number in range(4)}
+    first.end()
+    values = found
+    second = begun()
+    assert second.ask(0) == values[0]  # it is killed before it asks for the others
+    second.end()
+    third = begun()
+    third.study.enqueue_trial({"lr": 1e-2, "widths": 1}, user_attrs={"rlmesh_trial": 2})  # of an older version
+    third.study.enqueue_trial({"lr": 3e-2, "widths": 0})  # the user's own
+    assert {number: third.ask(number) for number in (1, 0, 2, 3)} == values
+    assert third.ask(4) == {("lr",): 3e-2, ("widths",): "auto"}
+    new = third.ask(5)
+    assert new not in values.values()
+    assert not third.study.get_trials(states=(optuna.trial.TrialState.WAITING,))
+    third.end()
+    alike = tune.OptunaSearch()
+    alike.begin(spaces.find({"f": tune.choice([lambda: 1, lambda: 2])}), 1, 0, "max", None, resume=False)
+    with pytest.raises(UsageError, match="several of them look alike"):
+        alike.again(0, {"f": storable(lambda: 1)})
 
 
 def test_spaces_that_optuna_has_not_are_refused(optuna: Any) -> None:
