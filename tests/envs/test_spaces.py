@@ -279,6 +279,32 @@ def test_flat_observations_are_those_of_gymnasium() -> None:
         assert row.dtype == expected.dtype
 
 
+def test_actions_of_composed_spaces_are_in_them_at_their_bounds() -> None:
+    """Bounds and numbers that float32 has not: actions beyond the bounds are clipped to exactly them."""
+    start = 2**24 + 1
+    space = spaces.Dict({
+        "box": spaces.Box(-0.1, 0.1, (2,), np.float64),
+        "choice": spaces.Discrete(3, start=start),
+        "several": spaces.MultiDiscrete([2, 2], start=[start, -start]),
+        "whole": spaces.Box(start, start + 2, (1,), np.int64),
+    })  # fmt: skip
+    policy = ModulePolicy(spaces.Box(-1, 1, (2,)), space, {"seed": 0})
+    assert policy.module.distribution is not None
+    inputs = np.random.default_rng(0).normal(0, 20, (200, policy.module.distribution.size)).astype(np.float32)
+    sampled = policy.module.distribution.mode(inputs)
+    rows = ActionRows(space)
+    found = rows.to_env(policy.module.distribution.to_env(sampled))
+    assert all(space.contains(action) for action in found)
+    assert {int(action["choice"]) for action in found} == {start, start + 1, start + 2}
+    assert {int(action["whole"][0]) for action in found} == {start, start + 1, start + 2}
+    again = rows.to_env(rows.to_rows(found))
+    assert all(np.array_equal(one[key], two[key]) for one, two in zip(found, again, strict=True) for key in one)
+    logps = policy.module.distribution.log_prob(torch.from_numpy(inputs), torch.from_numpy(sampled))
+    assert logps.dtype == torch.float32
+    with pytest.raises(UsageError, match="has numbers beyond 2⁵³"):
+        ActionRows(spaces.Tuple((spaces.Discrete(2, start=2**53),)))
+
+
 def test_a_policy_of_fixed_rules_may_answer_in_the_structure_of_the_space() -> None:
     class Rules(Policy):
         def compute_actions(

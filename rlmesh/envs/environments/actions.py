@@ -12,6 +12,10 @@ from rlmesh.errors import UsageError
 
 __all__ = ["ActionRows", "action_width"]
 
+ROW_TYPE = np.float64
+"""The type of the elements of composed actions."""
+MOST = 2**53
+"""The largest number up to which all whole numbers are such elements."""
 Reader = Callable[[np.ndarray], Any]
 
 
@@ -19,15 +23,17 @@ class ActionRows:
     """The form in which actions of a space are stored: rows of one array.
 
     Box, Discrete, MultiDiscrete and MultiBinary actions are stored as they are. Actions of Dict, Tuple, OneOf and Text
-    are vectors of floats: the elements of their parts one after the other. Of OneOf, the first element is the number of
-    the part, and all parts follow; of Text, it is the length, and ``max_length`` places of characters follow.
+    are vectors of float64, in which bounds and numbers of choices are exact: the elements of their parts one after the
+    other. Of OneOf, the first element is the number of the part, and all parts follow; of Text, it is the length, and
+    ``max_length`` places of characters follow.
 
     Attributes:
         shape, dtype: shape and element type of a row.
         is_plain: False for spaces whose actions are vectors of their parts.
 
     Raises:
-        UsageError: the space has no bound on the size of its actions (Sequence, Graph), or is none of Gymnasium's.
+        UsageError: the space has no bound on the size of its actions (Sequence, Graph), is none of Gymnasium's, or is
+            composed of parts with whole numbers beyond 2⁵³.
     """
 
     def __init__(self, space: Any) -> None:
@@ -39,7 +45,7 @@ class ActionRows:
             self.shape, self.dtype = tuple(space.shape or ()), np.dtype(space.dtype)
             self._is_discrete = isinstance(space, spaces.Discrete)
         else:
-            self.shape, self.dtype = (action_width(space),), np.dtype(np.float32)
+            self.shape, self.dtype = (action_width(space),), np.dtype(ROW_TYPE)
             self._read = _reader(space)
 
     def empty(self, *shape: int) -> np.ndarray:
@@ -95,6 +101,11 @@ def _reader(space: Any) -> Reader:
     """The function from an action's row to the action."""
     from gymnasium import spaces
 
+    if isinstance(space, spaces.Discrete | spaces.MultiDiscrete):
+        ends = np.array([np.ravel(space.start), np.ravel(space.start) + np.ravel(_sizes(space)) - 1])
+        _require_exact(space, ends)
+    elif isinstance(space, spaces.Box) and space.dtype.kind in "iu":
+        _require_exact(space, np.array([space.low, space.high]))
     if isinstance(space, spaces.Discrete):
         return lambda row: space.dtype.type(row[0])
     if isinstance(space, spaces.Text):
@@ -116,11 +127,20 @@ def _reader(space: Any) -> Reader:
     return lambda row: tuple(part(row, i) for i in range(len(readers)))
 
 
+def _sizes(space: Any) -> Any:
+    return space.n if hasattr(space, "n") else space.nvec
+
+
+def _require_exact(space: Any, ends: np.ndarray) -> None:
+    if any(abs(int(end)) > MOST for end in ends.ravel()):
+        raise UsageError(f"{space}, which is a part of the action space, has numbers beyond 2⁵³; begin at 0")
+
+
 def _flat(space: Any, action: Any) -> np.ndarray:
     """The row of an action; the inverse of `_reader`."""
     from gymnasium import spaces
 
-    row = np.zeros(action_width(space), np.float32)
+    row = np.zeros(action_width(space), ROW_TYPE)
     if isinstance(space, spaces.Text):
         row[0] = len(action)
         row[1 : 1 + len(action)] = [space.character_index(each) for each in action]
@@ -142,10 +162,10 @@ def _any(space: Any) -> np.ndarray:
     from gymnasium import spaces
 
     if isinstance(space, spaces.Discrete | spaces.MultiDiscrete):
-        return np.ravel(space.start).astype(np.float32)
+        return np.ravel(space.start).astype(ROW_TYPE)
     if isinstance(space, spaces.Box):
-        return np.clip(np.zeros(space.shape), space.low, space.high).ravel().astype(np.float32)
-    row = np.zeros(action_width(space), np.float32)
+        return np.clip(np.zeros(space.shape), space.low, space.high).ravel().astype(ROW_TYPE)
+    row = np.zeros(action_width(space), ROW_TYPE)
     if isinstance(space, spaces.Text):
         row[0] = space.min_length
     elif not isinstance(space, spaces.MultiBinary):

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from rlmesh.envs.environments.actions import ROW_TYPE
 from rlmesh.envs.modules.actions.plain import ActionDistribution, CategoricalActions
 
 __all__ = ["ChoiceActions", "ProductActions", "TextActions", "VectorActions"]
@@ -37,7 +38,7 @@ class VectorActions(ActionDistribution):
         return self.distribution.noise(rng, shape)
 
     def _rows(self, actions: np.ndarray) -> np.ndarray:
-        return actions.reshape(*actions.shape[: actions.ndim - len(self.shape)], self.width).astype(np.float32)
+        return actions.reshape(*actions.shape[: actions.ndim - len(self.shape)], self.width).astype(ROW_TYPE)
 
     def sample(self, inputs: np.ndarray, noise: np.ndarray) -> np.ndarray:
         return self._rows(self.distribution.sample(inputs, noise))
@@ -50,6 +51,8 @@ class VectorActions(ActionDistribution):
         return self._rows(self.distribution.to_env(shaped))
 
     def log_prob(self, inputs: torch.Tensor, actions: torch.Tensor) -> torch.Tensor:
+        if self.log_std_inputs:
+            actions = actions.to(inputs.dtype)
         return self.distribution.log_prob(inputs, actions.reshape(*actions.shape[:-1], *self.shape))
 
     def entropy(self, inputs: torch.Tensor) -> torch.Tensor:
