@@ -10,6 +10,7 @@ from rlmesh.envs.algorithms.algorithm_config import AlgorithmConfig
 from rlmesh.envs.algorithms.results import ResultDict
 from rlmesh.envs.algorithms.train_ops import train_one_step
 from rlmesh.envs.learners.schedule import schedule_problem
+from rlmesh.envs.multi_agent.settings import counting_problems
 from rlmesh.envs.replay.circular import CircularBuffer
 from rlmesh.envs.runners.async_sampler import AsyncSampler, SampledFragments, staleness
 
@@ -51,13 +52,17 @@ class IMPALAConfig(AlgorithmConfig):
 
         return IMPALALearner
 
+    of_all_policies: ClassVar = (*AlgorithmConfig.of_all_policies, "broadcast_interval")
+
     def problems(self) -> list[str]:
-        values, found = self._values, super().problems()
+        values, found = self._values, [*super().problems(), *counting_problems(self._values)]
         if values["vtrace"] is not True:
             found.append("vtrace: only True; steps of older policies need the correction. PPO does without")
-        for name in ("vtrace_clip_rho_threshold", "vtrace_clip_pg_rho_threshold"):
-            if values[name] is not None and not _is_positive(values[name]):
-                found.append(f"{name}: a number above 0, or None, not {values[name]!r}")
+        found += [
+            f"{name}: a number above 0, or None, not {values[name]!r}"
+            for name in ("vtrace_clip_rho_threshold", "vtrace_clip_pg_rho_threshold")
+            if values[name] is not None and not _is_positive(values[name])
+        ]
         found += filter(None, [schedule_problem("entropy_coeff", values["entropy_coeff"])])
         if type(values["broadcast_interval"]) is not int or values["broadcast_interval"] < 1:
             found.append(f"broadcast_interval: a whole number of at least 1, not {values['broadcast_interval']!r}")
@@ -82,8 +87,9 @@ class APPOConfig(IMPALAConfig):
     ``target_network_update_freq``              between two moves: so many fills of the circular buffer
     ``use_kl_loss``, ``kl_coeff``, ``kl_target``  add the divergence from the target policy, and adapt its weight
     ``use_circular_buffer``                     train on each batch several times
-    ``circular_buffer_num_batches``             batches of the buffer; the oldest one makes room
-    ``circular_buffer_iterations_per_batch``    how often a batch is used
+    ``circular_buffer_num_batches``             batches of the buffer, which is filled before the first update; the
+                                                oldest one makes room
+    ``circular_buffer_iterations_per_batch``    how often a batch is used, at most; there are as many updates per batch
     ==========================================  ======================================================================
     """
 
@@ -94,6 +100,11 @@ class APPOConfig(IMPALAConfig):
         "circular_buffer_num_batches": 8, "circular_buffer_iterations_per_batch": 2,
     }  # fmt: skip
 
+    of_all_policies: ClassVar = (
+        *IMPALAConfig.of_all_policies, "use_circular_buffer", "circular_buffer_num_batches",
+        "circular_buffer_iterations_per_batch",
+    )  # fmt: skip
+
     def learner_class(self) -> type[Learner]:
         from rlmesh.envs.learners.impala import APPOLearner
 
@@ -103,9 +114,9 @@ class APPOConfig(IMPALAConfig):
         return {**super().policy_config(), "target_period": self.target_period()}
 
     def target_period(self) -> float:
-        """Trained steps between two moves of the target network."""
+        """Updates between two moves of the target network."""
         number, uses = self.buffer_size()
-        return float(self["target_network_update_freq"] * number * uses * self["train_batch_size"])
+        return float(self["target_network_update_freq"] * number * uses)
 
     def buffer_size(self) -> tuple[int, int]:
         """Batches of the circular buffer, and how often each is used."""
@@ -222,11 +233,19 @@ class APPO(IMPALA):
         super().setup(config)
         number, uses = config.buffer_size()
         self.circular = CircularBuffer(number, uses, seed=config["seed"])
+        self._was_full = False
 
     def training_step(self) -> ResultDict:
-        """Take the fragments of one batch, and learn as often as each batch is to be used, from random batches."""
-        fragments = self._sampled()
-        self.circular.add(fragments.joined(), fragments.versions)
+        """Take the fragments of one batch, and learn as often as each batch is to be used, from random batches.
+
+        Before the first update, the buffer is filled. Then it never gets empty: a step adds as many uses as it takes.
+        """
+        while True:
+            fragments = self._sampled()
+            self.circular.add(fragments.joined(), fragments.versions)
+            self._was_full = self._was_full or len(self.circular) == self.circular.capacity
+            if self._was_full:
+                break
         results = ResultDict()
         for _ in range(self.circular.uses):
             results = self._learned(*self.circular.sample())
@@ -234,8 +253,10 @@ class APPO(IMPALA):
         return results
 
     def get_state(self) -> dict[str, Any]:
-        return {**super().get_state(), "circular": self.circular.state()}
+        return {**super().get_state(), "circular": self.circular.state(), "version": self.env_runner_group.version}
 
     def set_state(self, state: Mapping[str, Any]) -> None:
-        self.circular.restore(state["circular"])
         super().set_state(state)
+        # The weights of the state have another number here, and batches are as old as they were.
+        self.circular.restore(state["circular"], later=self.env_runner_group.version - state["version"])
+        self._was_full = len(self.circular) > 0

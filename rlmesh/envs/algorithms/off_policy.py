@@ -14,6 +14,7 @@ from rlmesh.envs.batches import columns
 from rlmesh.envs.environments.registry import did_you_mean
 from rlmesh.envs.modules.module_policy import ModulePolicy
 from rlmesh.envs.multi_agent.runner import MultiAgentEnvRunner
+from rlmesh.envs.multi_agent.settings import counting_problems
 from rlmesh.envs.replay import MultiAgentReplayBuffer, PrioritizedReplayBuffer, ReplayBuffer, SequenceReplayBuffer
 from rlmesh.envs.runners.env_runner import DEFAULT_POLICY
 
@@ -73,7 +74,7 @@ class OffPolicyConfig(AlgorithmConfig):
 
     def problems(self) -> list[str]:
         values, found = self._values, super().problems()
-        found += buffer_problems(values["replay_buffer_config"]) + self._sequence_problems()
+        found += counting_problems(values) + buffer_problems(values["replay_buffer_config"]) + self._sequence_problems()
         for name, least in (("n_step", 1), ("num_steps_sampled_before_learning_starts", 0)):
             if type(values[name]) is not int or values[name] < least:
                 found.append(f"{name}: a whole number of at least {least}, not {values[name]!r}")

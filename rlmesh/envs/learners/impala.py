@@ -95,6 +95,9 @@ class IMPALALearner(Learner):
         return loss, {name: value.detach() for name, value in stats.items()}
 
 
+COUNTED = ("kl_coeff", "updates", "followed_at")
+
+
 class APPOLearner(IMPALALearner):
     """The clipped ratio of PPO with a target network and V-trace (Luo et al. 2020, equation 5 and algorithm 1).
 
@@ -102,14 +105,14 @@ class APPOLearner(IMPALALearner):
     for the target policy. With ``use_kl_loss``, the divergence from the target policy is a part of the loss.
 
     Attributes:
-        target: a copy of the module, which takes over a share ``tau`` of it every ``target_period`` trained rows.
+        target: a copy of the module, which takes over a share ``tau`` of it every ``target_period`` updates.
     """
 
     def __init__(self, module: RLModule, config: Mapping[str, Any]) -> None:
         super().__init__(module, config)
         self.target = copy.deepcopy(module).requires_grad_(False).eval()
         self.kl_coeff = float(self.config["kl_coeff"])
-        self.followed_at = 0
+        self.updates = self.followed_at = 0
 
     def loss(self, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         config, distribution = self.config, self.module.distribution
@@ -143,9 +146,10 @@ class APPOLearner(IMPALALearner):
             elif stats["kl"] < 0.5 * self.config["kl_target"]:
                 self.kl_coeff *= 0.5
             stats["curr_kl_coeff"] = self.kl_coeff
-        if self.steps - self.followed_at >= self.config["target_period"]:
+        self.updates += 1
+        if self.updates - self.followed_at >= self.config["target_period"]:
             self.follow(self.config["tau"])
-            self.followed_at = self.steps
+            self.followed_at = self.updates
 
     @torch.no_grad()
     def follow(self, share: float) -> None:
@@ -155,10 +159,11 @@ class APPOLearner(IMPALALearner):
             late.copy_(now)
 
     def get_state(self) -> dict[str, Any]:
-        more = {"target": self.target.state_dict(), "kl_coeff": self.kl_coeff, "followed_at": self.followed_at}
-        return {**super().get_state(), **more}
+        numbers = {name: getattr(self, name) for name in COUNTED}
+        return {**super().get_state(), "target": self.target.state_dict(), **numbers}
 
     def set_state(self, state: Mapping[str, Any]) -> None:
         super().set_state(state)
         self.target.load_state_dict(state["target"])
-        self.kl_coeff, self.followed_at = state["kl_coeff"], state["followed_at"]
+        for name in COUNTED:
+            setattr(self, name, state[name])

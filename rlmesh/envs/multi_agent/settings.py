@@ -42,6 +42,16 @@ def multi_agent_problems(values: Mapping[str, Any]) -> list[str]:
     return found
 
 
+def counting_problems(values: Mapping[str, Any]) -> list[str]:
+    """The faults of ``count_steps_by`` for algorithms that count steps of environments only."""
+    if values["count_steps_by"] == "env_steps":
+        return []
+    return [
+        "count_steps_by: this algorithm counts steps of environments; leave it out, and set train_batch_size to the "
+        "agents' steps divided by the number of agents"
+    ]
+
+
 def _positional(fn: Any) -> int:
     """Number of arguments that a function takes by their places; many if that is not known."""
     try:

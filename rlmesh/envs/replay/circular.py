@@ -70,11 +70,11 @@ class CircularBuffer:
         ]  # fmt: skip
         return {"entries": entries, "rng": self._rng.bit_generator.state}
 
-    def restore(self, state: Mapping[str, Any]) -> None:
-        """Replace the content by a state."""
+    def restore(self, state: Mapping[str, Any], *, later: int = 0) -> None:
+        """Replace the content by a state; the numbers of weights have become larger by ``later``."""
         self._entries = []
         for each in state["entries"]:
             parts = {name: SampleBatch(part) for name, part in each["policies"].items()}
             batch = next(iter(parts.values())) if each["one"] else MultiAgentBatch(parts, each["env_steps"])
-            self._entries.append((batch, list(each["versions"]), each["left"]))
+            self._entries.append((batch, [number + later for number in each["versions"]], each["left"]))
         self._rng.bit_generator.state = state["rng"]

@@ -7,7 +7,7 @@ from typing import Any
 import gymnasium as gym
 import pytest
 
-from rlmesh.envs import DQNConfig, MultiAgentEnv, PolicySpec, PPOConfig, make_multi_agent
+from rlmesh.envs import APPOConfig, DQNConfig, IMPALAConfig, MultiAgentEnv, PolicySpec, PPOConfig, make_multi_agent
 from rlmesh.envs.checks import check_env
 from rlmesh.envs.connectors import RewardClip
 from rlmesh.envs.multi_agent.policies import AgentEpisode, PolicyMapping
@@ -52,6 +52,15 @@ def test_unknown_names_of_settings() -> None:
         PPOConfig().multi_agent(observation_fn=None)
     with pytest.raises(UsageError, match="'gamma'"):
         DQNConfig().environment(Convoy).multi_agent(policies={"a": PolicySpec(config={"gamma": 0.5})}).build()
+
+
+def test_settings_that_would_have_no_effect() -> None:
+    for config in (IMPALAConfig(), APPOConfig(), DQNConfig()):
+        text = refused(config.environment(Convoy).multi_agent(policies=["a"], count_steps_by="agent_steps"))
+        assert "count_steps_by: this algorithm counts steps of environments" in text
+    for config, name in ((IMPALAConfig(), "broadcast_interval"), (APPOConfig(), "circular_buffer_num_batches")):
+        config.environment(Convoy).multi_agent(policies={"a": PolicySpec(config={name: 5})})
+        assert f"'a' has no setting '{name}', which could differ" in refused(config)
 
 
 def test_the_mapping_names_policies() -> None:
