@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -78,9 +79,10 @@ def test_without_remote_runners_a_restored_run_goes_on_exactly(kind: Any, tmp_pa
     with config.build() as whole:
         results = [whole.train() for _ in range(4)]
         expected = weights_of(whole)
-    assert results[-1]["timesteps_total"] == 160
+    fill = 7 * 40 if kind is APPOConfig else 0  # before the first update
+    assert results[-1]["timesteps_total"] == 160 + fill
     stats = results[-1]["learners"]["default_policy"]["learner_stats"]
-    assert stats["staleness_max"] <= (8 if kind is APPOConfig else 0)
+    assert (stats["staleness_max"] > 0) == (kind is APPOConfig)
     with config.build() as first:
         first.train()
         first.train()
@@ -95,7 +97,7 @@ def test_without_remote_runners_a_restored_run_goes_on_exactly(kind: Any, tmp_pa
 def test_the_target_follows_by_trained_steps_and_by_weights_that_are_set() -> None:
     config = small(APPOConfig()).training(tau=0.5, target_network_update_freq=0.25)
     with config.build() as algorithm:
-        assert config.target_period() == 0.25 * 8 * 2 * 40
+        assert config.target_period() == 0.25 * 8 * 2
         learner = algorithm.get_policy().learner
         assert isinstance(learner, APPOLearner)
 
@@ -104,11 +106,11 @@ def test_the_target_follows_by_trained_steps_and_by_weights_that_are_set() -> No
             return sum(float((a - b).detach().abs().sum()) for a, b in pairs)
 
         assert distance() == 0
-        algorithm.train()  # 2 updates of 40 rows: 80 of 160
+        algorithm.train()  # 2 updates of 4
         moved = distance()
         assert moved > 0
         algorithm.train()  # the period is over
-        assert learner.followed_at == 160
+        assert learner.followed_at == 4
         algorithm.set_weights({"default_policy": {n: v * 2 for n, v in algorithm.get_policy().get_weights().items()}})
         assert distance() == 0
 
@@ -166,6 +168,72 @@ def test_a_circular_buffer_uses_each_batch_so_many_times() -> None:
     for number in range(5):
         buffer.add(SampleBatch(obs=np.array([number])), [number])
     assert {buffer.sample()[1][0] for _ in range(6)} == {2, 3, 4}  # the oldest ones made room
+
+
+def test_appo_mixes_the_last_batches() -> None:
+    with small(APPOConfig()).training(circular_buffer_num_batches=4).build() as algorithm:
+        assert isinstance(algorithm, APPO)
+        drawn: list[tuple[int, ...]] = []
+        sample = algorithm.circular.sample
+        algorithm.circular.sample = lambda: drawn.append(tuple((found := sample())[1])) or found  # type: ignore
+        for _ in range(12):
+            algorithm.train()
+            assert len(algorithm.circular) >= 1
+        ages = [2 * (i // 2) - min(versions) for i, versions in enumerate(drawn)]
+        assert len(drawn) == 12 * 2
+        assert max(ages[8:]) > 2  # batches of steps before are drawn too
+        later = [each for each in drawn if each != min(drawn)]  # the first ones are of the same weights
+        assert max(map(later.count, later)) <= 2
+
+
+class _FakeMember:
+    """Notes the numbers of weights that it is offered, and answers at once."""
+
+    def __init__(self) -> None:
+        self.offered: list[int] = []
+        self.fails = 0
+
+    def options(self, **_: Any) -> _FakeMember:
+        return self
+
+    def call(self, method: str, weights: Any, version: int) -> Any:
+        assert method == "offer_weights"
+        self.offered.append(version)
+        future: Future[None] = Future()
+        if self.fails:
+            self.fails -= 1
+            future.set_exception(ConnectionError("away"))
+        else:
+            future.set_result(None)
+        return future
+
+
+class _FakeGroup:
+    num_env_runners, timeout_s, version = 1, 1.0, 0
+
+    def __init__(self) -> None:
+        self.remote_workers = [_FakeMember()]
+        self.kept_weights = ({}, 0)
+
+    def keep_weights(self) -> None:
+        self.kept_weights = ({}, self.version)
+
+
+def test_weights_are_sent_once_for_each_broadcast(caplog: pytest.LogCaptureFixture) -> None:
+    group: Any = _FakeGroup()
+    sampler = AsyncSampler(group, 10, 2)
+    (member,) = group.remote_workers
+    for i in range(9):
+        group.version += 1  # updates between broadcasts
+        if i % 3 == 0:
+            sampler.publish()
+        sampler._offer_if_newer(0)  # as after each fragment
+    assert member.offered == [1, 4, 7]
+    member.fails = 1
+    sampler.publish()
+    sampler._offer_if_newer(0)
+    assert member.offered == [1, 4, 7, 9, 9]
+    assert "runner 1 did not get the weights, and gets them again: away" in caplog.text
 
 
 def test_runners_sample_ahead_with_the_newest_weights_and_nothing_is_there_twice(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import queue
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -15,6 +16,9 @@ if TYPE_CHECKING:
     from rlmesh.envs.runners.env_runner_group import EnvRunnerGroup
 
 __all__ = ["AsyncSampler", "SampledFragments", "staleness"]
+
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -130,8 +134,14 @@ class AsyncSampler:
 
     def _offer_if_newer(self, index: int) -> None:
         offer = self._offers[index]
-        if offer is None or (offer[0] != self._group.version and offer[1].done()):
+        if offer is None:
             self._offer(index)
+        elif offer[1].done():
+            error = offer[1].exception()
+            if error is not None:
+                logger.warning("runner %d did not get the weights, and gets them again: %s", index + 1, error)
+            if error is not None or offer[0] != self._group.kept_weights[1]:
+                self._offer(index)
 
     def _offer(self, index: int) -> None:
         weights, version = self._group.kept_weights
