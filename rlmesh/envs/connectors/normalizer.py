@@ -20,7 +20,7 @@ class ObservationNormalizer(Connector):
     All runners normalise by the same shared moments. What a runner sees meanwhile is kept apart, and merged when
     weights are sent to the runners, so that all observations within a fragment are normalised alike; the one that it
     begins with ended the fragment before, and stays as the policy was given it there. Before the first merge, a runner
-    uses what it has seen itself.
+    uses all that it has seen itself.
 
     Args:
         clip: the largest absolute value.
@@ -37,15 +37,16 @@ class ObservationNormalizer(Connector):
 
         if not isinstance(space, spaces.Box):
             raise UsageError(f"ObservationNormalizer needs observations in a Box, not in {space}")
-        self._shared, self._seen = RunningMoments(space.shape), RunningMoments(space.shape)
+        self._shared, self._seen, self._all_seen = (RunningMoments(space.shape) for _ in range(3))
         self._use(self._shared)
         return spaces.Box(-self.clip, self.clip, space.shape, np.float32)
 
     def observe(self, rows: np.ndarray, first: np.ndarray, *, learn: bool) -> np.ndarray:
         if learn and np.isfinite(rows).all():  # NaN, which the runner refuses, must not stay in the moments
             self._seen.update(rows)
-            if not self._shared.count:
-                self._use(self._seen)
+            if not self._shared.count:  # runners that sample ahead give away what they have seen before they get any
+                self._all_seen.update(rows)
+                self._use(self._all_seen)
         return self._normalized(rows)
 
     def last(self, row: np.ndarray, index: int) -> np.ndarray:
@@ -78,12 +79,12 @@ class ObservationNormalizer(Connector):
 
     def set_shared_state(self, state: Mapping[str, Any]) -> None:
         self._shared = RunningMoments.of(state)
-        self._use(self._shared if self._shared.count else self._seen)
+        self._use(self._shared if self._shared.count else self._all_seen)
 
     def own_state(self) -> dict[str, Any]:
         return self._seen.state()
 
     def set_own_state(self, state: Mapping[str, Any]) -> None:
-        self._seen = RunningMoments.of(state)
+        self._seen, self._all_seen = RunningMoments.of(state), RunningMoments.of(state)
         if not self._shared.count:
-            self._use(self._seen)
+            self._use(self._all_seen)

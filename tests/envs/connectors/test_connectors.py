@@ -141,6 +141,28 @@ def test_a_fragment_is_normalised_by_the_moments_of_the_merge_before_it() -> Non
             group.sync_weights()
 
 
+def test_a_runner_that_gave_away_what_it_saw_goes_on_with_all_of_it() -> None:
+    """Runners that sample ahead: until shared moments come, a row is normalised by all rows up to it."""
+    runner, rows = ObservationNormalizer(), np.random.default_rng(0).normal(100, 2, (60, 1))
+    runner.bind(spaces.Box(-1e3, 1e3, (1,)), 1)
+    first = np.zeros(1, bool)
+    deltas = []
+    for i, row in enumerate(rows):
+        normal = runner.observe(row[None], first, learn=True)
+        if i % 20 == 19:
+            deltas.append(runner.take_delta())
+        if i:
+            seen = rows[: i + 1]
+            assert normal[0] == pytest.approx((row - seen.mean()) / np.sqrt(seen.var() + 1e-8), abs=1e-3)
+    learner = ObservationNormalizer()
+    learner.bind(spaces.Box(-1e3, 1e3, (1,)), 1)
+    learner.merge(deltas)
+    assert learner.shared_state()["count"] == 60  # nothing is given away twice
+    runner.set_shared_state(learner.shared_state())
+    shared = (rows[0] - rows.mean()) / np.sqrt(rows.var() + 1e-8)
+    assert runner.observe(rows[:1], first, learn=True)[0] == pytest.approx(shared, abs=1e-3)
+
+
 def test_all_runners_have_equal_moments_of_all_that_was_seen() -> None:
     """Two remote runners: the shared moments are bitwise equal, and those of every observation of both."""
     with EnvRunnerGroup(
