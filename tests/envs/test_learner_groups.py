@@ -15,11 +15,22 @@ import numpy as np
 import pytest
 import torch
 
-from rlmesh.envs import ActorCriticModule, EnvRunner, IMPALAConfig, LearnerGroup, ModulePolicy, PPOConfig, SampleBatch
+from rlmesh.envs import (
+    ActorCriticModule,
+    EnvRunner,
+    IMPALAConfig,
+    LearnerGroup,
+    MARWILConfig,
+    ModulePolicy,
+    MultiAgentBatch,
+    Policy,
+    PPOConfig,
+    SampleBatch,
+)
 from rlmesh.envs.algorithms.algorithm_config import AlgorithmConfig
 from rlmesh.envs.learners.learner import Learner
 from rlmesh.envs.learners.partners import LearnerShare, Partners
-from rlmesh.envs.learners.remote.learners import shares_of
+from rlmesh.envs.learners.remote.learners import RemoteLearners, shares_of
 from rlmesh.errors import RLMeshError, UsageError
 
 
@@ -144,6 +155,50 @@ def test_a_loss_that_is_no_number_at_one_learner_changes_none() -> None:
     shares = [(batch[:40], LearnerShare(0, 96)), (batch[40:], LearnerShare(40, 96))]
     assert [type(each) for each in together([p.learner for p in policies], shares)] == [FloatingPointError] * 2
     assert all(np.array_equal(parameters(policy), before) for policy in policies)
+
+
+def test_marwil_keeps_its_average_if_an_update_fails() -> None:
+    config = MARWILConfig().environment("CartPole-v1")
+    space = gym.make("CartPole-v1")
+    policy = ModulePolicy(space.observation_space, space.action_space, {**config.policy_config(), "seed": 0})
+    learner: Any = policy.learner
+    before, weights = learner.squared_norm, parameters(policy)
+    batch = SampleBatch({
+        "obs": np.zeros((4, 4), np.float32), "actions": np.zeros(4, np.int64),
+        "value_targets": np.full(4, 1e30, np.float32),
+    })  # fmt: skip
+    with pytest.raises(FloatingPointError):
+        policy.learn_on_batch(batch)
+    assert learner.squared_norm == before
+    assert np.array_equal(parameters(policy), weights)
+
+
+def test_policies_of_fixed_rules_need_no_remote_learners(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: dict[str, Any] = {}
+
+    class NoJob:
+        def __init__(self, policies: Any, number: int, **settings: Any) -> None:
+            given.update(policies)
+
+        def update(self, parts: Any) -> Any:
+            return {name: {} for name in parts}
+
+    monkeypatch.setattr("rlmesh.envs.learners.remote.learners.RemoteLearners", NoJob)
+    env = gym.make("CartPole-v1")
+    policies = {
+        "red": ModulePolicy(env.observation_space, env.action_space),
+        "blue": Policy(env.observation_space, env.action_space),
+    }
+    batch = MultiAgentBatch({name: SampleBatch(obs=np.zeros((2, 4), np.float32)) for name in policies}, 2)
+    group = LearnerGroup(policies, lambda name, batch: name == "red", num_learners=2)
+    assert (list(given), list(group.update(batch))) == (["red"], ["red"])
+    with pytest.raises(UsageError, match="policies_to_train names 'blue', and Policy has no learn_on_batch"):
+        LearnerGroup(policies, lambda name, batch: True, num_learners=2).update(batch)
+
+
+def test_learners_have_a_deadline_also_without_a_setting(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(RemoteLearners, "_start", lambda self, *_: None)
+    assert RemoteLearners({}, 2, timeout_s=None).timeout_s == 600
 
 
 def test_shares_begin_at_edges() -> None:

@@ -53,8 +53,7 @@ class LearnerGroup:
         if num_learners:
             from rlmesh.envs.learners.remote.learners import RemoteLearners
 
-            learning = policies_to_train is None or callable(policies_to_train)
-            trained = {name: policy for name, policy in policies.items() if learning or self.trains(name)}
+            trained = {name: policy for name, policy in policies.items() if self._may_learn(name, policy)}
             self._remote = RemoteLearners(trained, num_learners, **settings)
 
     def __len__(self) -> int:
@@ -64,6 +63,12 @@ class LearnerGroup:
     def trains(self, policy_id: str, batch: Any = None) -> bool:
         """True if a policy learns."""
         return trains(self.policies_to_train, policy_id, batch)
+
+    def _may_learn(self, policy_id: str, policy: Policy) -> bool:
+        """True unless a policy is known to learn never: it is not to be trained, or has fixed rules."""
+        if callable(self.policies_to_train):
+            return type(policy).learn_on_batch is not Policy.learn_on_batch
+        return self.trains(policy_id)
 
     def _require_learning(self) -> None:
         """Raise `UsageError` if a policy that shall learn cannot: policies of fixed rules are not to be trained."""
@@ -91,6 +96,12 @@ class LearnerGroup:
         if unknown:
             raise UsageError(f"the batch has steps of policy {unknown[0]!r}; there is {', '.join(self.policies)}")
         parts = {policy_id: part for policy_id, part in parts.items() if self.trains(policy_id, batch)}
+        for policy_id in parts:
+            if not self._may_learn(policy_id, self.policies[policy_id]):
+                raise UsageError(
+                    f"policies_to_train names {policy_id!r}, and {type(self.policies[policy_id]).__name__} has no "
+                    "learn_on_batch"
+                )
         if self._remote is not None:
             stats = self._remote.update(parts) if parts else {}
             return {

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -48,6 +49,16 @@ class MARWILLearner(Learner):
             "moving_average_sqd_adv_norm": torch.full_like(vf_loss, self.squared_norm),
         }  # fmt: skip
         return policy_loss + config["vf_coeff"] * vf_loss, {name: value.detach() for name, value in stats.items()}
+
+    @contextmanager
+    def _kept_if_it_fails(self) -> Iterator[None]:
+        norm = self.squared_norm  # once it is infinite, all weights would be 1 for good
+        try:
+            with super()._kept_if_it_fails():
+                yield
+        except BaseException:
+            self.squared_norm = norm
+            raise
 
     def _average(self, squares: torch.Tensor) -> None:
         """Move the average by the mean over the rows of all partners."""

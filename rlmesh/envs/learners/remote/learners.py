@@ -31,6 +31,7 @@ __all__ = ["RemoteLearners", "shares_of"]
 logger = logging.getLogger(__name__)
 
 ROLE = "LEARNER"
+TIMEOUT_S = 600.0
 AGAIN_S = 0.1
 _numbers = itertools.count(1)
 
@@ -45,7 +46,8 @@ class RemoteLearners:
     Args:
         policies: by id.
         number: number of learners.
-        timeout_s: longest wait for an update, restarts of learners included.
+        timeout_s: longest wait for an update, restarts of learners included; None: 600 seconds, since learners wait for
+            each other, and one that is gone must not stop the others for good.
         max_restarts: restarts of the learners within ten minutes.
         run_dir: folder of the job; None: a new one under ``runs``.
 
@@ -55,7 +57,7 @@ class RemoteLearners:
     """
 
     def __init__(
-        self, policies: Mapping[str, Any], number: int, *, timeout_s: float = 600.0, max_restarts: int = 3,
+        self, policies: Mapping[str, Any], number: int, *, timeout_s: float | None = 600.0, max_restarts: int = 3,
         run_dir: str | None = None,
     ) -> None:  # fmt: skip
         for policy_id, policy in policies.items():
@@ -71,7 +73,7 @@ class RemoteLearners:
                     "num_learners=0"
                 )
         self.policies: dict[str, ModulePolicy] = dict(policies)
-        self.number, self.timeout_s = number, timeout_s
+        self.number, self.timeout_s = number, TIMEOUT_S if timeout_s is None else timeout_s
         self.version = 0
         self._known: int | None = None
         self._failure: BaseException | None = None
