@@ -22,12 +22,14 @@ class _Load:
         alone: it samples one group, which is suspected of killing engines, and gets no other one meanwhile.
         busy: the slots that it samples.
         idle_since: since when it waits, because the buffer is full.
+        busy_since: since when it samples.
     """
 
     up: bool = True
     alone: bool = False
     busy: dict[int, GroupSlot] = field(default_factory=dict)
     idle_since: float | None = None
+    busy_since: float | None = None
 
 
 class EngineLoads:
@@ -47,6 +49,8 @@ class EngineLoads:
         """Parts of the round that must be asked for again."""
         self.waited_s = 0.0
         """Sum over the engines of the seconds for which they waited because the buffer was full."""
+        self.busy_s = 0.0
+        """Sum over the engines of the seconds for which they sampled."""
 
     def serve(self, ranks: Sequence[int]) -> None:
         """All of these engines have the current weights."""
@@ -149,7 +153,7 @@ class EngineLoads:
         return alone
 
     def measure(self, now: float, *, full: bool) -> None:
-        """Add up the time for which engines wait.
+        """Add up the times for which engines wait and sample.
 
         Args:
             now: in seconds, of any clock.
@@ -159,6 +163,9 @@ class EngineLoads:
             if load.idle_since is not None:
                 self.waited_s += now - load.idle_since
             load.idle_since = now if full and load.up and not load.busy else None
+            if load.busy_since is not None:
+                self.busy_s += now - load.busy_since
+            load.busy_since = now if load.busy else None
 
     def described(self) -> str:
         """The work of each engine, for people."""

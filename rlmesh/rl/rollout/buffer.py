@@ -243,6 +243,13 @@ class SampleBuffer:
             one.ready and not self._is_too_old(one, self.step) for one in first
         )
 
+    @property
+    def lacks_scores_only(self) -> bool:
+        """True if the groups of the next step are all sampled, and some wait for their rewards."""
+        first = list(islice(self._live.values(), self.batch_size))
+        sampled = len(first) == self.batch_size and all(slot.state == "sampled" for slot in first)
+        return sampled and not all(slot.scored for slot in first)
+
     def unscored(self) -> list[GroupSlot]:
         """The slots that are sampled and not scored, in drawing order, without those that would be too old for the step
         of their place: what their rewards say must not decide what that step trains on."""

@@ -7,12 +7,12 @@ from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any
 
-from rlmesh.errors import PeerLost, Restarting, StaleIncarnation, WeightsNotReady
+from rlmesh.errors import PeerLost, Restarting, SourceRestarted, StaleIncarnation, WeightsNotReady, WeightSyncError
 from rlmesh.rl.engines.rollout import SamplingParams
 from rlmesh.rl.rollout.requests import ErrorKind, GroupRequest
 from rlmesh.rl.types import Episode
 
-__all__ = ["LOST", "OwnSampling", "RoleEngines"]
+__all__ = ["LOST", "OwnSampling", "RoleEngines", "push_until_taken"]
 
 LOST = (PeerLost, StaleIncarnation, Restarting)
 """Errors of calls to a member whose process died, or was replaced."""
@@ -76,3 +76,31 @@ class OwnSampling:
 
     def kind_of(self, error: BaseException) -> ErrorKind:
         return "error"
+
+
+def push_until_taken(
+    push: Callable[[], object], attempts: int, *, hold: Callable[[], object], release: Callable[[], object]
+) -> None:
+    """Make a push, and make it again if an engine is lost meanwhile: the next attempt waits for its return.
+
+    Args:
+        push: makes it.
+        attempts: the most of them.
+        hold: called before each attempt; lets the engines keep the devices that they share.
+        release: called when an engine was lost; ends what ``hold`` began.
+
+    Raises:
+        WeightSyncError: the push failed for another reason, or in all attempts.
+    """
+    for attempt in range(attempts):
+        hold()
+        try:
+            push()
+            return
+        except SourceRestarted:
+            raise
+        except WeightSyncError as error:
+            lost = error.receiver is not None or isinstance(error.__cause__, LOST)
+            if not lost or attempt == attempts - 1:
+                raise
+            release()

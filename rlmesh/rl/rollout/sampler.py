@@ -54,6 +54,8 @@ class _Totals:
     """Sums since the last report."""
 
     trainer_wait_s: float = 0.0
+    scoring_wait_s: float = 0.0
+    scored_here_s: float = 0.0
     asked_again: int = 0
     dropped: int = 0
     failed: int = 0
@@ -102,6 +104,7 @@ class Sampler:
         self._changed = threading.Condition()
         """Guards the fields of this object and the buffer; notified after events."""
         self._totals = _Totals()
+        self._reported_at = clock()
         self._error: BaseException | None = None
         self._generation = 0
         """Answers to requests of an earlier generation are ignored: the run went back meanwhile."""
@@ -118,7 +121,6 @@ class Sampler:
             TimeoutError: they are not there after ``timeout_s``.
             Exception: an engine or a reward raised an error.
         """
-        began = self._clock()
         found: list[GroupSlot] = []
 
         def there() -> bool:
@@ -128,9 +130,8 @@ class Sampler:
                 self._post()
             return bool(found)
 
-        self._wait(there, timeout_s, f"the groups of step {step} are not there")
+        self._wait_for_samples(there, timeout_s, f"the groups of step {step} are not there")
         with self._changed:
-            self._totals.trainer_wait_s += self._clock() - began
             self._totals.versions += [slot.versions for slot in found if slot.versions is not None]
         self._post()
         return [slot.group for slot in found if slot.group is not None]
@@ -144,7 +145,7 @@ class Sampler:
             Exception: an engine or a reward raised an error.
         """
         if self.pipeline.drains and self._background:
-            self._wait(self._is_drained, timeout_s, "the engines still sample", revives=False)
+            self._wait_for_samples(self._is_drained, timeout_s, "the engines still sample", revives=False)
 
     def advance(self, version: int) -> None:
         """Sample on: all engines serve a version."""
@@ -200,7 +201,10 @@ class Sampler:
         with self._changed:
             self._measure()
             totals, self._totals = self._totals, _Totals()
-            waited_s, self._loads.waited_s = self._loads.waited_s / max(len(self._loads), 1), 0.0
+            engines, now = max(len(self._loads), 1), self._clock()
+            waited_s, self._loads.waited_s = self._loads.waited_s / engines, 0.0
+            busy_s, self._loads.busy_s = self._loads.busy_s / engines, 0.0
+            passed_s, self._reported_at = now - self._reported_at, now
             counts, step = self.buffer.counts(), self.buffer.step - 1
         stale = [step - 1 - oldest for oldest, _ in totals.versions]
         mixed = sum(oldest != newest for oldest, newest in totals.versions)
@@ -208,7 +212,10 @@ class Sampler:
             "buffer/ready": float(counts["ready"]),
             "buffer/sampling": float(counts["sampling"]),
             "buffer/engines_wait_s": waited_s,
+            "buffer/engines_busy": min(busy_s / passed_s, 1.0) if passed_s > 0 else 0.0,
+            "buffer/engines": float(engines),
             "buffer/trainer_wait_s": totals.trainer_wait_s,
+            "buffer/scoring_wait_s": totals.scoring_wait_s,
             "buffer/asked_again": float(totals.asked_again),
             "buffer/dropped": float(totals.dropped),
             "buffer/failed": float(totals.failed),
@@ -233,6 +240,25 @@ class Sampler:
         asked, self._asked = self._asked, set()
         for future in asked:
             future.cancel()
+
+    def _wait_for_samples(
+        self, ready: Callable[[], bool], timeout_s: float | None, what: str, *, revives: bool = True
+    ) -> None:
+        """Wait as `_wait` does, and measure the time; and the part of it in which nothing but rewards was missing."""
+        began = looked = self._clock()
+        scoring, scored_s = False, self._totals.scored_here_s
+
+        def measured() -> bool:
+            nonlocal looked, scoring
+            before, looked = looked, self._clock()
+            self._totals.scoring_wait_s += looked - before if scoring else 0.0
+            scoring = bool(self._scoring) and (self.buffer.lacks_scores_only or not self._loads.busy)
+            return ready()
+
+        self._wait(measured, timeout_s, what, revives=revives)
+        with self._changed:
+            self._totals.trainer_wait_s += self._clock() - began
+            self._totals.scoring_wait_s += self._totals.scored_here_s - scored_s
 
     def _wait(self, ready: Callable[[], bool], timeout_s: float | None, what: str, *, revives: bool = True) -> None:
         deadline = None if timeout_s is None else self._clock() + timeout_s
@@ -328,6 +354,7 @@ class Sampler:
             seeds = tuple(sample_seed(self._seed, slot.position, number) for number in range(self._samples))
             prompt = self._prompt(slot.position).prompt
             requests.append(GroupRequest(slot.position, prompt.ids.tolist(), seeds, prompt.row))
+        self._measure()  # an engine in this process samples within the call
         try:
             future = self._engines.ask(rank, requests)
         except Exception as error:
@@ -393,7 +420,9 @@ class Sampler:
         for part in [slots] if self.pipeline.drains and slots else [[slot] for slot in slots]:
             groups = [slot.group for slot in part if slot.group is not None]
             if self._pool is None:
+                began = self._clock()
                 self._scored(part, self._score(groups))
+                self._totals.scored_here_s += self._clock() - began
                 continue
             future = self._pool.submit(copy_context().run, self._score, groups)
             self._scoring[future] = part

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
-from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,13 +24,15 @@ from rlmesh.rl.engines.rollout import SamplingParams
 from rlmesh.rl.evaluation.saved_run import remember
 from rlmesh.rl.evaluation.validation import Validation
 from rlmesh.rl.packing import Packs, Tokens
+from rlmesh.rl.reading.phases import StepPhases
+from rlmesh.rl.rewards.hacking import RewardAlarm
 from rlmesh.rl.rewards.reward import Reward
 from rlmesh.rl.rewards.scoring import Rewards
 from rlmesh.rl.roles.defaults import keep_objects, run_settings
 from rlmesh.rl.rollout.episodes.plan import EpisodePlan
 from rlmesh.rl.rollout.episodes.spreading import EpisodeSpread, episode_report
 from rlmesh.rl.rollout.requests import requests_of
-from rlmesh.rl.rollout.role_engines import LOST, OwnSampling
+from rlmesh.rl.rollout.role_engines import OwnSampling, push_until_taken
 from rlmesh.rl.rollout.run_sampling import RunSampling, role_engines
 from rlmesh.rl.samples.writer import SampleWriter
 from rlmesh.rl.trainers.batches import (
@@ -41,8 +41,10 @@ from rlmesh.rl.trainers.batches import (
     joined,
     lengths_of,
     matrix_of,
+    pack_metrics,
     packs_of,
     shares_of,
+    spread_over,
     value_metrics,
 )
 from rlmesh.rl.trainers.progress import MODEL, SUMMARY, finished_steps, trained_role_restarted
@@ -83,6 +85,8 @@ class Trainer:
         self.samples = SampleWriter(self.run_dir, self.settings.sample_files, self.text_of)
         self.validation = Validation(self)
         self.alarm = DriftAlarm(self.settings.actor.precision)
+        self.reward_alarm = RewardAlarm(self.settings.reward_alarm, self.rewards, self.run_dir, self.tell)
+        self.phases = StepPhases()
         self.version, self.last, self.stopped = 0, dict[str, float](), False
         self.checkpoints = TrainerCheckpoints(
             self.settings, self.run_dir, roles=lambda: [(name, role) for name, role, _ in self.trained()],
@@ -139,24 +143,33 @@ class Trainer:
     def step(self, step: int) -> None:
         """One step: take scored samples, evaluate, train, save, publish, report. Engines sample for later steps
         meanwhile, as far as the pipeline allows."""
-        began = time.perf_counter()
+        self.phases.begin()
         seed_generators(self.settings.seed, step, ("TRAINER",))
         groups = self.buffer.take(step)
+        self.phases.end("wait")
         if not self.settings.schedule.drains:  # groups are scored one by one
             self.rewards.show(groups, self.settings.examine)
         self.validation.begin()
         packs, batch = self.evaluate(groups)
+        self.phases.end("evaluate")
         metrics = self.rewards.metrics(groups) | lengths_of(groups)
         metrics |= episode_report(groups) if self.episodes is not None else {}
         weights = self.algorithm.weigh(batch)
         metrics |= self.train(packs, batch, weights)
+        self.phases.end("train")
         self.samples.add(step, groups, self.rewards.total, advantages=advantages_of(groups, batch, weights))
+        metrics |= self.reward_alarm.check(step, groups)
+        self.phases.end("record")
         self.version = step
         self.buffer.trained(step)
+        self.phases.end("drain")
         metrics |= self.save()
+        self.phases.end("save")
         self.validation.end()
+        self.phases.end("validation")
         self.publish()
-        self.finish(step, metrics | self.buffer.report() | {"step_time_s": time.perf_counter() - began})
+        self.phases.end("push")
+        self.finish(step, metrics | self.buffer.report() | self.phases.report())
         self.buffer.advance(step)
 
     # Stages of a step.
@@ -266,11 +279,7 @@ class Trainer:
     def ask(self, role: Any, method: str, packs: Packs, *given: Any) -> Any:
         """Call a method of all members of a role. Each gets its rank's packs, or, if the packs were made for another
         number of ranks, an equal part of all packs. ``given`` is the same for all."""
-        shares: list[list[Any]] = [list(own) for own in packs.by_rank]
-        if len(shares) != len(role):
-            flat = [one for own in shares for one in own]
-            edges = [len(flat) * number // len(role) for number in range(len(role) + 1)]
-            shares = [flat[start:end] for start, end in pairwise(edges)]
+        shares = spread_over(packs, len(role))
         return role.call(method, shares, *([each] * len(shares) for each in given), _scatter=True)
 
     def train(self, packs: dict[str, list[Packs]], batch: Evaluated, weights: TokenWeights) -> dict[str, float]:
@@ -292,7 +301,7 @@ class Trainer:
             **value_metrics(batch, weights),
             **weights.metrics,
             **self.gap(log_probs, batch),
-            "prompt_tokens_saved": joined(packs["actor"]).saved_share,
+            **pack_metrics(packs["actor"], self.settings.actor.token_budget),
         }
 
     def gap(self, log_probs: torch.Tensor, batch: Evaluated) -> dict[str, float]:
@@ -331,19 +340,7 @@ class Trainer:
             self._push(self.weight_sync.catch_up)
 
     def _push(self, push: Callable[[], object]) -> None:
-        """Make a push, and make it again if an engine is lost meanwhile: the next attempt waits for its return."""
-        for attempt in range(PUSHES):
-            self.hold(self.engines)
-            try:
-                push()
-                return
-            except SourceRestarted:
-                raise
-            except WeightSyncError as error:
-                lost = error.receiver is not None or isinstance(error.__cause__, LOST)
-                if not lost or attempt == PUSHES - 1:
-                    raise
-                self.hold(None)
+        push_until_taken(push, PUSHES, hold=lambda: self.hold(self.engines), release=lambda: self.hold(None))
 
     def finish(self, step: int, metrics: dict[str, float]) -> None:
         """Validate and report, note on disk that the step is done, and complete its checkpoint."""
@@ -382,7 +379,7 @@ class Trainer:
 
     def stateful(self) -> dict[str, Any]:
         """The objects whose states belong to checkpoints, if they are `Stateful`, by name. Override it to add more."""
-        own = {"buffer": self.buffer, "algorithm": self.algorithm, "alarm": self.alarm}
+        own = {"buffer": self.buffer, "algorithm": self.algorithm, "alarm": self.alarm, "hacking": self.reward_alarm}
         inline = [one for one in self.settings.scored if isinstance(one, Reward) and one.inline]
         return {**own, **{f"reward {one.name}": one.function for one in inline}}
 
