@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
@@ -94,14 +94,14 @@ class Conversion:
         else:
             self.left.append((f"{key}={_short(value)}", advice))
 
-    def rest(self, harmless: Mapping[str, str], unsupported: Mapping[str, str], known: Sequence[str]) -> None:
+    def rest(self, harmless: Mapping[str, str], unsupported: Mapping[str, str]) -> None:
         """Note what becomes of all keys that nobody read.
 
         Args:
             harmless: patterns of keys that change no numbers, and why.
             unsupported: patterns of keys, and what to do.
-            known: keys that the library has, for the nearest right name.
         """
+        known = [*self._read, *(pattern for pattern in harmless if "*" not in pattern)]
         for key in self.given:
             if key in self._read:
                 continue
@@ -111,7 +111,7 @@ class Conversion:
             elif advice := [text for pattern, text in unsupported.items() if fnmatchcase(key, pattern)]:
                 self.left.append((f"{key}={_short(self.given[key])}", advice[0]))
             else:
-                near = get_close_matches(key, [*known, *self._read], 1, cutoff=0.85)
+                near = get_close_matches(key, known, 1, cutoff=0.85)
                 meant = f"did you mean {near[0]}?" if near else f"it is no key of {self.library} that is known here"
                 self.left.append((f"{key}={_short(self.given[key])}", meant))
 

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import dataclasses
 import sys
 from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rlmesh.errors import UsageError
 from rlmesh.rl.migration import trl, verl
 from rlmesh.rl.migration.keys import Conversion, flattened
 from rlmesh.rl.trainers.config_files import read_values, settings_fault
-from rlmesh.rl.trainers.config_reader import read_run
-
-if TYPE_CHECKING:
-    from rlmesh.rl.trainers.run import Run
+from rlmesh.rl.trainers.config_reader import as_mapping, read_run
 
 __all__ = ["SOURCES", "converted", "load_converted"]
 
@@ -26,8 +22,8 @@ SOURCES = ("verl", *(f"trl-{kind}" for kind in trl.KINDS))
 
 def load_converted(
     config: Any, source: str, overrides: Sequence[str] = (), *, look: bool = False
-) -> tuple[Run, Conversion]:
-    """The run that a configuration of another library describes, and what became of its keys.
+) -> tuple[Any, Conversion]:
+    """The `Run` that a configuration of another library describes, and what became of its keys.
 
     Args:
         config: a YAML or JSON file, or what `converted` takes.
@@ -67,23 +63,17 @@ def converted(config: Any, source: str) -> Conversion:
     return verl.convert(values) if source == "verl" else trl.convert(values, source.removeprefix("trl-"))
 
 
-def _plain(config: Any) -> Mapping[str, Any]:
-    if type(config).__module__.partition(".")[0] == "omegaconf":
-        from omegaconf import OmegaConf
-
-        # A value that must be given (???) stays a text of three question marks.
-        found: Any = OmegaConf.to_container(config, resolve=True, throw_on_missing=False)
-        config = _without_missing(found)
-    if dataclasses.is_dataclass(config) and not isinstance(config, type):
-        # Those of TRL have fields with values of their own, which are no plain values.
-        fields = {one.name: getattr(config, one.name) for one in dataclasses.fields(config) if one.init}
-        config = {name: getattr(value, "value", value) for name, value in fields.items()}
-    if not isinstance(config, Mapping):
-        raise UsageError(f"a configuration is a mapping, an OmegaConf or a dataclass, got {type(config).__name__}")
-    return config
+def _plain(config: Any) -> dict[str, Any]:
+    # A value that must be given is a text of three question marks. Enumerations are those of TRL's dataclasses.
+    values = as_mapping(config, missing_ok=True)
+    return {key: getattr(value, "value", value) for key, value in _without_missing(values).items()}
 
 
 def _without_missing(values: Any) -> Any:
-    if not isinstance(values, dict):
+    if not isinstance(values, Mapping):
         return values
-    return {key: _without_missing(value) for key, value in values.items() if value != "???"}
+    return {key: _without_missing(value) for key, value in values.items() if not _is_missing(value)}
+
+
+def _is_missing(value: Any) -> bool:
+    return isinstance(value, str) and value == "???"

@@ -47,7 +47,6 @@ HARMLESS = dict.fromkeys(
     "",
 )  # fmt: skip
 """Patterns of keys that change no numbers here, or belong to something that is off."""
-UNSUPPORTED: dict[str, str] = {}
 
 
 def convert(values: dict[str, Any], kind: str) -> Conversion:
@@ -69,7 +68,7 @@ def convert(values: dict[str, Any], kind: str) -> Conversion:
     _optimizer(c, kind, updates, samples)
     _machines(c, processes, kind)
     _rest(c, kind)
-    c.rest(HARMLESS, UNSUPPORTED, [])
+    c.rest(HARMLESS, {})
     return c
 
 
@@ -100,6 +99,16 @@ def _batch(c: Conversion, processes: int) -> int:
 
 
 def _grpo(c: Conversion, processes: int) -> tuple[int, int]:
+    _grpo_loss(c)
+    _grpo_advantage(c)
+    _grpo_rewards(c)
+    _vllm(c)
+    _grpo_sampling(c)
+    return _grpo_batch(c, processes)
+
+
+def _grpo_batch(c: Conversion, processes: int) -> tuple[int, int]:
+    """Prompts per step, and optimizer steps per step of the run."""
     samples = int(c.move("num_generations", "algorithm.samples", 8))
     each = int(c.get("per_device_train_batch_size", 8)) * processes
     passes = int(c.get("gradient_accumulation_steps", 1))
@@ -121,6 +130,10 @@ def _grpo(c: Conversion, processes: int) -> tuple[int, int]:
         c.faults.append(f"{minibatches} optimizer steps per generation must divide its {prompts} prompts")
     c.set("actor.minibatches", minibatches, "steps_per_generation", "gradient_accumulation_steps")
     epochs = int(c.move("num_iterations", "actor.epochs", 1))
+    return prompts, minibatches * epochs
+
+
+def _grpo_sampling(c: Conversion) -> None:
     c.move("max_completion_length", "rollout.max_tokens", 512)
     c.move("max_prompt_length", "max_prompt_tokens")
     if not c.has("max_prompt_length"):
@@ -131,9 +144,6 @@ def _grpo(c: Conversion, processes: int) -> tuple[int, int]:
     c.move("beta", "algorithm.kl", 0.0)
     c.leave("use_bias_correction_kl", "the gradient of the divergence is unbiased", unless=True)
     c.move("entropy_coef", "algorithm.entropy")
-    _grpo_loss(c)
-    _grpo_rewards(c)
-    _vllm(c)
     for key, harmless, advice in (
         ("repetition_penalty", 1.0, "a penalty changes the policy that samples; leave it out"),
         ("generation_kwargs", {}, "rollout.options gives arguments to the engine"),
@@ -146,7 +156,6 @@ def _grpo(c: Conversion, processes: int) -> tuple[int, int]:
         ("vllm_structured_outputs_regex", ABSENT, "responses are not constrained"),
     ):
         c.leave(key, advice, unless=harmless)
-    return prompts, minibatches * epochs
 
 
 def _grpo_loss(c: Conversion) -> None:
@@ -176,6 +185,9 @@ def _grpo_loss(c: Conversion) -> None:
     taus = float(c.get("sapo_temperature_pos", 1.0)), float(c.get("sapo_temperature_neg", 1.05))
     if loss == "sapo" and taus != (1.0, 1.05):
         c.faults.append(f"sapo_temperature_pos and _neg={taus}: SAPO has the temperatures 1.0 and 1.05")
+
+
+def _grpo_advantage(c: Conversion) -> None:
     scale = str(c.get("scale_rewards", "group"))
     names = {"group": "grpo", "True": "grpo", "none": "dr_grpo", "False": "dr_grpo"}
     if scale in names:

@@ -47,7 +47,7 @@ def convert(values: dict[str, Any]) -> Conversion:
     _machines(c)
     _trainer(c, batch)
     _oddities(c)
-    c.rest(HARMLESS, UNSUPPORTED, [])
+    c.rest(HARMLESS, UNSUPPORTED)
     return c
 
 

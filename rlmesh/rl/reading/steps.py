@@ -52,7 +52,7 @@ def read_steps(run_dir: Path) -> list[StepReported]:
     except OSError as error:
         raise UsageError(f"it is not read: {error}") from error
     found: dict[int, StepReported] = {}
-    for line in text.decode().splitlines() if isinstance(text, bytes) else text.splitlines():
+    for line in text.decode().splitlines():
         if _MARK not in line:
             continue
         try:

@@ -195,7 +195,7 @@ class RewardAlarm:
 
     def _alarm(self, step: int, suspicion: _Suspicion, scored: Sequence[_Scored]) -> None:
         most = sorted(scored, key=suspicion.shows, reverse=True)[:SHOWN]
-        samples = [
+        samples: list[dict[str, Any]] = [
             {
                 "epoch": one.key[0], "index": one.key[-1], "sample": one.number, "reward": one.reward,
                 "tokens": one.length, "rewards": dict(one.parts), "response": self._rewards.response(one.episode).text,

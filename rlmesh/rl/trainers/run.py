@@ -221,6 +221,7 @@ class Run:
         if source is not None:
             from rlmesh.rl.migration.reading import load_converted
 
+            run: Run
             run, conversion = load_converted(config, source, overrides)
             logger.warning("%s", conversion.report())
             return run

@@ -28,7 +28,7 @@ data:
   truncation: left
   shuffle: true
 actor_rollout_ref:
-  model: {{path: {model}, use_remove_padding: true, enable_gradient_checkpointing: false, lora_rank: 4, lora_alpha: 16}}
+  model: {{path: {model}, use_remove_padding: true, enable_gradient_checkpointing: false}}
   actor:
     optim: {{lr: 3e-6, lr_warmup_steps_ratio: 0.25, lr_scheduler_type: cosine, min_lr_ratio: 0.1}}
     ppo_mini_batch_size: 4
@@ -56,7 +56,7 @@ trainer:
   total_epochs: 3
   save_freq: 5
   test_freq: 10
-  logger: [console, wandb, swanlab]
+  logger: [console, swanlab]
   project_name: spell
   resume_mode: auto
   balanced_batch: true
@@ -88,8 +88,7 @@ bf16: true
 logging_steps: 1
 log_completions: true
 save_steps: 40
-report_to: wandb
-use_peft: true
+use_peft: false
 lora_r: 8
 lora_dropout: 0.05
 top_entropy_quantile: 0.2
@@ -131,7 +130,6 @@ def test_a_run_of_verl(data: Path, tiny: Path, tmp_path: Path) -> None:
     assert (run.actor.lr, run.actor.minibatches, run.actor.warmup_steps, run.actor.final_lr) == (3e-6, 2, 1, 0.1)
     assert run.actor.weight_decay == 0.01 and run.actor.precision == "bfloat16"  # verl's defaults, not those of Run
     assert run.actor.token_budget == 2 * (16 + 24) and not run.actor.activation_checkpointing
-    assert (run.actor.lora.rank, run.actor.lora.alpha) == (4, 16.0)
     assert (algorithm.samples, algorithm.advantage, algorithm.kl, algorithm.kl_estimator) == (4, "dr_grpo", 0.001, "k3")
     assert (algorithm.clip_low, algorithm.clip_high, algorithm.dual_clip) == (0.2, 0.28, 3.0)
     assert (algorithm.aggregation, algorithm.constant) == ("constant", 24.0)
@@ -139,7 +137,7 @@ def test_a_run_of_verl(data: Path, tiny: Path, tmp_path: Path) -> None:
     assert run.rollout.options["gpu_memory_utilization"] == 0.6 and run.rollout.options["max_num_seqs"] == 8
     assert (run.evaluation.samples, run.evaluation.temperature) == (2, 0.6)
     assert (run.devices_per_node, run.actor.ranks, run.rollout.engines, run.placement) == (2, 2, 2, "fused")
-    assert (run.train, tuple(run.trackers)) == ("fsdp2", ("wandb:spell",))
+    assert run.train == "fsdp2" and run.actor.lora.rank == 0
     assert [one.name for one in run.scored] == ["gsm8k", "math"]
     left = told(c)
     assert "trainer.balance_batch" in left["trainer.balanced_batch"]  # the nearest right name
@@ -217,20 +215,18 @@ def test_a_run_of_trl(data: Path, tiny: Path, tmp_path: Path) -> None:
         3,
     )
     assert (run.rollout.max_tokens, run.rollout.temperature, run.rollout.engine) == (64, 0.9, "vllm")
-    assert (run.actor.lora.rank, run.actor.lora.alpha, run.placement, run.devices_per_node) == (8, 32.0, "fused", 2)
-    assert tuple(run.trackers) == ("wandb",)
+    assert (run.actor.lora.rank, run.placement, run.devices_per_node) == (0, "fused", 2)
     left = told(c)
     assert "repetition_penalty" in left["repetition_penalti"]
     for key in (
         "dataset_name",
         "reward_funcs",
-        "lora_dropout",
         "top_entropy_quantile",
         "lr_scheduler_type",
         "output_dir",
     ):
         assert left[key], key
-    assert {"logging_steps", "log_completions"} <= {*c.idle}
+    assert {"logging_steps", "log_completions", "lora_r"} <= {*c.idle}
     every_key_is_told(c)
 
 
@@ -327,9 +323,7 @@ def test_a_reward_function_of_verl_in_a_file(tiny: Path, data: Path, tmp_path: P
 def test_the_command_lists_every_key(
     tiny: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    path = written(
-        tmp_path, TRL.replace("use_vllm: true", "use_cpu: true").replace("report_to: wandb\n", ""), model=tiny
-    )
+    path = written(tmp_path, TRL.replace("use_vllm: true", "use_cpu: true"), model=tiny)
     words = [f"data={data}", 'rewards=["gsm8k"]', "batch_size=4", "actor.ranks=1", "rollout.engines=1"]
     code = main(
         ["train", str(path), "--from", "trl-grpo", "--check", *(part for one in words for part in ("--set", one))]
@@ -340,6 +334,17 @@ def test_the_command_lists_every_key(
     assert "the run can start" in out.out
     assert main(["train", str(path), "--from", "tlr-grpo", "--check"]) == 2
     assert "did you mean 'trl-grpo'" in capsys.readouterr().err
+
+
+def test_adapters_and_trackers() -> None:
+    place = "actor_rollout_ref.model"
+    values = {f"{place}.lora_rank": 4, "trainer.logger": ["console", "wandb"], "trainer.project_name": "spell"}
+    found = converted(values, "verl").settings
+    assert (found["actor.lora.rank"], found["actor.lora.alpha"], found["trackers"]) == (4, 16.0, ["wandb:spell"])
+    c = converted({"use_peft": True, "lora_r": 8, "lora_dropout": 0.05, "report_to": "wandb"}, "trl-sft")
+    found = c.settings
+    assert (found["actor.lora.rank"], found["actor.lora.alpha"], found["trackers"]) == (8, 32.0, ["wandb"])
+    assert told(c)["lora_dropout"]
 
 
 def test_dotted_and_nested_keys_are_the_same() -> None:
