@@ -222,7 +222,8 @@ class SampleBuffer:
             raise ValueError(f"step {step} cannot take its groups: it is the turn of step {self.step}")
         first = list(islice(self._live.values(), self.batch_size))
         for slot in first:
-            if slot.ready and self._is_too_old(slot, step):
+            # Also if it has no scores: it was being sampled at the last `advance`, and is not scored, as it is too old.
+            if slot.state == "sampled" and self._is_too_old(slot, step):
                 self.renewed += 1
                 self.ask_again(slot, f"too old for step {step}: version {slot.versions}")
         if len(first) < self.batch_size or not all(slot.ready for slot in first):
