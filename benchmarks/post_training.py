@@ -21,7 +21,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +38,7 @@ SIDES = ("trl", "rlmesh")
 
 def measure(args: argparse.Namespace) -> dict[str, list[dict[str, Any]]]:
     """The counted steps of each side."""
-    shape = SHAPES[args.shape]
+    shape = replace(SHAPES[args.shape], micro_batch=args.micro_batch or SHAPES[args.shape].micro_batch)
     sides = [side for side in SIDES if args.only in (None, side)]
     total, deadline = args.skip + args.steps, time.monotonic() + args.minutes * 60
     found: dict[str, list[dict[str, Any]]] = {side: [] for side in sides}
@@ -158,6 +158,7 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=60.0, help="begin no further step after this time")
     parser.add_argument("--threads", type=int, default=2, help="of each side")
     parser.add_argument("--token-budget", type=int, default=8192, help="of a pack of rlmesh")
+    parser.add_argument("--micro-batch", type=int, help="rows of a pass of TRL; by default that of the shape")
     parser.add_argument("--liger", action="store_true", help="TRL with use_liger_kernel")
     parser.add_argument("--activation-checkpointing", action="store_true", help="in the layers, on both sides")
     parser.add_argument("--json", type=Path, help="write the steps' figures")

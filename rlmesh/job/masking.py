@@ -30,17 +30,19 @@ _ABOUT_TOKENS = re.compile(r"token|key", re.I)
 _NUMBER = re.compile(r"[-+]?\d+(?:\.\d*)?(?:e[-+]?\d+)?", re.I)
 
 # Repetitions are bounded, so that matching takes linear time.
+# The weight embed_tokens.weight is no token.
 _NAMED = (
-    r"[\w.-]{0,40}(?:token(?!iz|is)|secret|passw|passphrase|credential|api[_-]?key|access[_-]?key|private[_-]?key)"
+    r"[\w.-]{0,40}(?:token(?!iz|is|s\.)|secret|passw|passphrase|credential|api[_-]?key|access[_-]?key|private[_-]?key)"
     r"[\w.-]{0,40}"
 )
 _GAP = r"['\"]?\s{0,8}[:=]\s{0,8}['\"]?"
 _VALUE = r"[^\s'\",;}&]+"
 
 _HINT = re.compile(
-    r"://|token|secret|pass|key|auth|bearer|credential|sig|AKIA|\b(?:sk|hf|gh[pos]|glpat|xox[bp])[-_]", re.I
+    r"://|token|secret|pass|key|auth|bearer|credential|[?&]sig|AKIA|\b(?:sk|hf|gh[pos]|github_pat|glpat|xox[bp])[-_]",
+    re.I,
 )
-"""A text without any of these has nothing to mask."""
+"""A text without any of these has nothing to mask. ``ended by signal 9`` has none: news of a death compile nothing."""
 _known: set[str] = set()
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from inspect import signature
 from typing import NamedTuple
 
 import torch
@@ -133,18 +134,22 @@ def packed_attention(
     rows = [x.transpose(0, 1) for x in (key, value)]
     if layout.key_tokens is not None:
         rows = [x.index_select(0, layout.key_tokens) for x in rows]
-    repeats = query.shape[0] // key.shape[0]
-    keys, values = (x.repeat_interleave(repeats, 1) if repeats > 1 else x for x in rows)
+    grouped: dict[str, bool] = {}
+    if (repeats := query.shape[0] // key.shape[0]) > 1:
+        if "enable_gqa" in signature(varlen_attn).parameters:
+            grouped = {"enable_gqa": True}
+        else:  # torch before 2.12
+            rows = [x.repeat_interleave(repeats, 1) for x in rows]
     result = varlen_attn(
         query.transpose(0, 1).contiguous(),
-        keys.contiguous(),
-        values.contiguous(),
+        *(x.contiguous() for x in rows),
         layout.query_starts,
         layout.key_starts,
         layout.longest_query,
         layout.longest_keys,
         scale=scale,
         window_size=(-1, 0),
+        **grouped,
     )
     assert isinstance(result, Tensor)  # a tuple only if further outputs are requested
     return result

@@ -64,10 +64,11 @@ def test_a_process_tells_what_its_own_threads_do() -> None:
     thread = threading.Thread(target=go_on.wait, name="the other")
     thread.start()
     try:
-        text = own_stacks()
+        stacks = own_stacks()
     finally:
         go_on.set()
         thread.join()
+    text = stacks()
     assert "[the other] (most recent call first):" in text and "in wait" in text
     frames = MemberStack("ACTOR", 0, 0, 1, "runs", text=text).frames
     assert frames[0].endswith("in own_stacks") and frames[1].endswith(

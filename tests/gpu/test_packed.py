@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from rlmesh.rl.engines.training.liger import use_liger_layers
 from rlmesh.rl.engines.training.packed import PackedInputs, packed_log_probs, prepare
 from rlmesh.rl.packing import pack
 from tests.rl.episodes import VOCABULARY, episodes_of
@@ -86,3 +87,20 @@ def test_float32_weights_under_autocast_are_as_exact_as_rows_alone() -> None:
         alone, _ = row_by_row(build(torch.float32))
         got, _ = packed(build(torch.float32), token_budget=400)
     assert (got - exact).abs().max() <= 2 * (alone - exact).abs().max()
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_layers_of_liger_are_as_exact_as_rows_alone(autocast: bool) -> None:
+    pytest.importorskip("liger_kernel")
+    exact, exact_gradient = row_by_row(build(torch.float32))
+    dtype = torch.float32 if autocast else torch.bfloat16
+    with torch.autocast("cuda", torch.bfloat16, enabled=autocast):
+        alone, alone_gradient = row_by_row(build(dtype))
+        model = build(dtype)
+        assert use_liger_layers(model, True) and "Liger" in type(model.model.norm).__name__ + str(
+            model.model.norm.forward
+        )
+        got, gradient = packed(model, token_budget=400)
+    spread = (alone - exact).abs()
+    assert (got - exact).abs().max() <= 2 * spread.max() and (got - exact).abs().mean() <= 2 * spread.mean()
+    assert (gradient - exact_gradient).norm() <= 2 * (alone_gradient - exact_gradient).norm()

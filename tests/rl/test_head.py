@@ -7,8 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlmesh.rl import head
-from rlmesh.rl.head import TILE_BYTES, chunked_log_probs, entropy, tile_columns, token_log_probs
+from rlmesh.rl.head import TILE_BYTES, chunked_log_probs, entropy, log_probs, tile_columns, token_log_probs
 
 
 def plain(
@@ -40,7 +39,7 @@ def test_tiles_give_the_values_and_gradients_of_the_plain_head(
     tokens = torch.randint(0, 11, (count,), generator=generator)
     up_log_probs, up_entropy = normal(count), normal(count)
     inputs = [x for x in (hidden, weight, bias) if x is not None]
-    with mock.patch.object(head, "tile_columns", lambda *_: columns):
+    with mock.patch.object(log_probs, "tile_columns", lambda *_: columns):
         chunked = chunked_log_probs(hidden, weight, tokens, bias=bias, temperature=temperature, chunk_tokens=chunk)
         terms = [term * up for term, up, use in zip(chunked, (up_log_probs, up_entropy), used, strict=True) if use]
         got = torch.autograd.grad([term.sum() for term in terms], inputs)
@@ -60,7 +59,7 @@ def test_a_token_that_was_ruled_out_spoils_neither_entropy_nor_gradients(columns
     bias = torch.zeros(5, dtype=torch.float64)
     bias[2:4] = -torch.inf
     tokens = torch.tensor([0, 1, 4])
-    with mock.patch.object(head, "tile_columns", lambda *_: columns):
+    with mock.patch.object(log_probs, "tile_columns", lambda *_: columns):
         terms = chunked_log_probs(hidden, weight, tokens, bias=bias)
         got = torch.autograd.grad((terms.log_probs + terms.entropy).sum(), hidden)
     kept = torch.tensor([0, 1, 4])

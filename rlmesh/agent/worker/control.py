@@ -39,6 +39,9 @@ NOTICES = (signal.SIGUSR1, signal.SIGUSR2)
 TERM_PATIENCE = 0.6
 """Share of the grace that ``run()`` has, after SIGTERM, to reach a step boundary."""
 
+STACKS_TEXT_AFTER_S = 0.01
+"""A death makes the master ask all members for stacks, and tell them about it; the waiting calls end first."""
+
 
 class Terminated(BaseException):
     """SIGTERM came, and the main thread must not go on."""
@@ -307,8 +310,10 @@ class Control:
 
     @rpc
     async def stacks(self) -> str:
-        """The stack of each thread, innermost call first."""
-        return own_stacks()
+        """The stack of each thread at the moment of the request, innermost call first."""
+        text = own_stacks()
+        await asyncio.sleep(STACKS_TEXT_AFTER_S)
+        return text()
 
     @rpc
     async def methods(self, member: str) -> tuple[str, ...]:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import faulthandler
+import linecache
 import os
 import platform
 import re
@@ -21,7 +22,9 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import FrameType
 
 from rlmesh import private_files
 from rlmesh.agent.processes import ownership
@@ -71,21 +74,38 @@ def take_signals(socket_dir: str, role: str, rank: int) -> None:
         pass
 
 
-def own_stacks() -> str:
-    """The stack of each thread of this process, innermost call first, in the format of ``faulthandler`` with the
-    threads' names and source lines."""
+def own_stacks() -> Callable[[], str]:
+    """Take the stack of each thread of this process, and return a function that writes them as text.
+
+    Taking them is cheap. Writing them reads source files, which can wait until more urgent work is done. The text has
+    the format of ``faulthandler``, innermost call first, with the threads' names and source lines.
+    """
     threads = {thread.ident: thread for thread in threading.enumerate()}
-    parts = []
-    for ident, frame in sys._current_frames().items():
-        thread = threads.get(ident)
-        kind = "Main thread" if thread is threading.main_thread() else "Thread"
-        name = thread.name if thread is not None else "not started by Python"
-        lines = [f"{kind} 0x{ident:x} [{name}] (most recent call first):"]
-        for call in reversed(traceback.extract_stack(frame)):
-            lines.append(f'  File "{call.filename}", line {call.lineno} in {call.name}')
-            lines += [f"    {call.line}"] if call.line else []
-        parts.append("\n".join(lines))
-    return "\n".join(sorted(parts))
+    stacks = [(ident, threads.get(ident), list(_calls(frame))) for ident, frame in sys._current_frames().items()]
+
+    def text() -> str:
+        return "\n".join(sorted("\n".join(_lines(*stack)) for stack in stacks))
+
+    return text
+
+
+def _calls(frame: FrameType) -> Iterator[tuple[str, int, str]]:
+    for inner, line in traceback.walk_stack(frame):
+        code = inner.f_code
+        linecache.lazycache(code.co_filename, inner.f_globals)
+        yield code.co_filename, line, code.co_name
+
+
+def _lines(ident: int, thread: threading.Thread | None, calls: list[tuple[str, int, str]]) -> Iterator[str]:
+    kind = "Main thread" if thread is threading.main_thread() else "Thread"
+    name = thread.name if thread is not None else "not started by Python"
+    yield f"{kind} 0x{ident:x} [{name}] (most recent call first):"
+    for filename, line, function in calls:
+        yield f'  File "{filename}", line {line} in {function}'
+        linecache.checkcache(filename)
+        source = linecache.getline(filename, line).strip()
+        if source:
+            yield f"    {source}"
 
 
 async def dump_stacks(pid: int, path: Path, wait_s: float = WAIT_S) -> str:

@@ -31,8 +31,9 @@ FIXED = {
 ROUNDING = (
     "train", "actor.ranks", "critic.ranks", "rollout.engine", "rollout.engines", "placement", "devices_per_node",
     "nodes", "actor.token_budget", "critic.token_budget", "actor.activation_checkpointing",
-    "critic.activation_checkpointing",
-    "actor.threads", "critic.threads", "rollout.threads", "rollout.options", "actor.precision", "critic.precision",
+    "critic.activation_checkpointing", "actor.use_liger_kernel", "critic.use_liger_kernel",
+    "actor.threads", "critic.threads", "rollout.threads", "rollout.options", "rollout.dtype",
+    "actor.precision", "critic.precision",
 )  # fmt: skip
 """Settings of which the results depend by rounding, or by which engine draws which sample."""
 UNSEEN = (

@@ -133,7 +133,8 @@ def make_rollout_engine(run: Run, *, sleeps: bool = False) -> RolloutEngine:
         from rlmesh.rl.engines.transformers import TransformersEngine
 
         device = choose_device(settings.threads)
-        model = AutoModelForCausalLM.from_pretrained(run.model, dtype=torch.float32).eval().to(device)
+        dtype = getattr(torch, settings.dtype)
+        model = AutoModelForCausalLM.from_pretrained(run.model, dtype=dtype).eval().to(device)
         tokenizer = AutoTokenizer.from_pretrained(run.model)
         pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else (tokenizer.eos_token_id or 0)
         mode: dict[str, Any] = {"mode": "in_place"} if sleeps else {}
@@ -147,6 +148,6 @@ def make_rollout_engine(run: Run, *, sleeps: bool = False) -> RolloutEngine:
     kinds: dict[str, Any] = {"vllm": VllmEngine, "vllm-async": AsyncVllmEngine}
     longest = run.max_prompt_tokens + run.response_tokens
     asleep: dict[str, Any] = {"enable_sleep_mode": True} if sleeps else {}
-    options = {"dtype": "float32", "max_model_len": longest, **asleep, **settings.options}
+    options = {"dtype": settings.dtype, "max_model_len": longest, **asleep, **settings.options}
     engine: RolloutEngine = kinds[settings.engine](run.model, **options)
     return engine

@@ -21,6 +21,7 @@ from rlmesh.rl.checkpoints.state import seed_generators
 from rlmesh.rl.checkpoints.store import checkpoint_folder, read_checkpoint, saved_step
 from rlmesh.rl.components import Columns
 from rlmesh.rl.engines.training import ranks
+from rlmesh.rl.engines.training.liger import use_liger_layers
 from rlmesh.rl.engines.training.packed import PackedBatch
 from rlmesh.rl.engines.training.protocol import Saving, StepReport, TrainingEngine, TrainingOptions
 from rlmesh.rl.packing import Pack
@@ -220,8 +221,9 @@ def make_engine(kind: str, model: nn.Module, settings: ActorSettings, steps: int
         steps: of the run, over which the learning rate falls.
 
     Raises:
-        UsageError: there is no engine of this name.
+        UsageError: there is no engine of this name, or Liger's layers are wanted and cannot be had.
     """
+    use_liger_layers(model, settings.use_liger_kernel)
     options = TrainingOptions(
         lr=settings.lr,
         schedule=lambda updates: settings.lr_share(updates, steps),

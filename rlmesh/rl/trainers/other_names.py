@@ -110,6 +110,7 @@ ELSEWHERE: Mapping[str, str] = {
     "per_device_train_batch_size": "actor.token_budget",
     "enable_gradient_checkpointing": "actor.activation_checkpointing",
     "gradient_checkpointing": "actor.activation_checkpointing",
+    "use_liger": "actor.use_liger_kernel",
     "bf16": "actor.precision",
     "strategy": "train",
     "zero_stage": "train",

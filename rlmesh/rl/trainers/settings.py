@@ -87,6 +87,7 @@ class ActorSettings:
         minibatches: optimizer steps of a pass, each on an equal share of the prompts.
         token_budget: the most tokens of one forward and backward pass on a rank.
         activation_checkpointing: recompute activations in the backward pass.
+        use_liger_kernel: use the fused layers of Liger; ``None``: on a GPU, if Liger is installed and knows the model.
         precision: of forward and backward passes.
         threads: of each rank's CPU work; 0: torch's default.
         lora: train an adapter, and push the adapter alone to engines of transformers.
@@ -102,6 +103,7 @@ class ActorSettings:
     minibatches: int = 1
     token_budget: int = 8192
     activation_checkpointing: bool = False
+    use_liger_kernel: bool | None = None
     precision: Precision = "float32"
     threads: int = 1
     lora: LoraSettings = field(default_factory=LoraSettings)
@@ -184,6 +186,7 @@ class RolloutSettings:
             [0, 1). Samples carry the probability of all tokens that are kept, so that ratios are of whole vocabularies.
         stop: texts that end a response, also in validation; the response ends with the token that completes one.
         stop_token_ids: tokens that end a response, also in validation, besides the model's own end token.
+        dtype: of the engine's weights; the actor has float32, and a push casts its weights to this type.
         threads: of each engine's CPU work; 0: torch's default.
         options: further keyword arguments of the engine.
         time_limit_s: seconds after which a response ends with the tokens that it has, and the reason ``time``; 0: none.
@@ -205,6 +208,7 @@ class RolloutSettings:
     min_p: float = 0.0
     stop: str | Sequence[str] = ()
     stop_token_ids: Sequence[int] = ()
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     threads: int = 1
     options: Mapping[str, Any] = field(default_factory=dict)
     time_limit_s: float = 0.0
@@ -241,6 +245,11 @@ class RolloutSettings:
             yield f"stop_token_ids={self.stop_token_ids!r} must be a list of token ids: whole numbers ≥ 0"
         if self.threads < 0:
             yield f"threads={self.threads} must be ≥ 0"
+
+    @property
+    def casts(self) -> bool:
+        """True if the engines' weights may have another dtype than the actor's."""
+        return self.dtype != "float32" or "dtype" in self.options
 
     @property
     def stops(self) -> tuple[str, ...]:

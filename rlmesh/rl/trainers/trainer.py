@@ -480,7 +480,7 @@ class Trainer:
     @cached_property
     def weight_sync(self) -> WeightSync:
         """From the actor's ranks to the engines."""
-        return WeightSync(self.actor, self.engines)
+        return WeightSync(self.actor, self.engines, allow_cast=self.settings.rollout.casts)
 
     @cached_property
     def validation_prompts(self) -> list[Prompt] | None:

@@ -40,6 +40,7 @@ KEYS = {
     "data.max_response_length": "rollout.max_tokens",
     "data.seed": "seed",
     "actor_rollout_ref.model.enable_gradient_checkpointing": "actor.activation_checkpointing",
+    "actor_rollout_ref.model.use_liger": "actor.use_liger_kernel",
     f"{ROLLOUT}.temperature": "rollout.temperature",
     f"{ROLLOUT}.top_p": "rollout.top_p",
     f"{ROLLOUT}.top_k": "rollout.top_k",

@@ -39,10 +39,16 @@ class DDPEngine(TorchEngine):
         no_sync: AbstractContextManager[object] = self.model.no_sync()
         return no_sync
 
-    # The wrapper holds buckets as large as all gradients; only dropping the wrapper frees them.
+    # The wrapper holds buckets as large as all gradients; only dropping the wrapper frees them. NCCL keeps those of the
+    # last reduction until a later collective, so the memory below them is freed here.
 
     def offload(self, folder: Path | None = None) -> None:
-        self.model = self.plain
+        wrapped, self.model = self.model is not self.plain, self.plain
+        if wrapped and self._offloaded is None:
+            buckets = [p.grad.untyped_storage() for p in self.plain.parameters() if p.grad is not None]
+            self._forget_gradients()
+            for bucket in buckets:
+                bucket.resize_(0)
         super().offload(folder)
 
     def reload(self) -> None:

@@ -8,7 +8,10 @@ one tile exist at a time, in the forward pass and in the backward pass, which co
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import cache
+from importlib import import_module
 from typing import Any, NamedTuple
 
 import torch
@@ -22,6 +25,8 @@ CHUNK_TOKENS = 8192
 """Default number of tokens of one tile."""
 TILE_BYTES = {"cpu": 8 * 2**20, "cuda": 128 * 2**20}
 """Memory limit of the logits of one tile, by the type of the device: of a CPU, what stays in its cache."""
+ALIGNED = 256
+"""Matrix products of a GPU take several times as long if rows in memory do not begin at multiples of 16 bytes."""
 
 
 class TokenTerms(NamedTuple):
@@ -132,9 +137,9 @@ def chunked_log_probs(
 
 def tile_columns(rows: int, vocabulary: int, dtype: torch.dtype, device: str) -> int:
     """The vocabulary entries of a tile of ``rows`` tokens whose logits take at most `TILE_BYTES` in the dtype of the
-    reduction; at least 256, and at most the vocabulary."""
+    reduction: a multiple of `ALIGNED`, at most the vocabulary."""
     limit = TILE_BYTES.get(device, TILE_BYTES["cuda"]) // (8 if dtype == torch.float64 else 4)
-    return min(max(limit // max(rows, 1), 256), vocabulary)
+    return min(max(limit // max(rows, 1) // ALIGNED * ALIGNED, ALIGNED), vocabulary)
 
 
 class _ChunkedHead(torch.autograd.Function):
@@ -163,15 +168,7 @@ class _ChunkedHead(torch.autograd.Function):
                 logits = tiles.logits(rows, columns, entries)
                 at, inside = _within(tokens[rows], columns)
                 chosen[rows] += torch.where(inside, logits.gather(-1, at).squeeze(-1), 0.0)
-                # A tile in which every token was ruled out by −inf has the sum 0.
-                highest = logits.amax(-1).clamp_(min=torch.finfo(tiles.wide).min)
-                below = logits.sub_(highest.unsqueeze(-1))
-                weights = below.exp()
-                total = weights.sum(-1)
-                sums[place, rows] = total.log() + highest
-                # 0 · −inf is NaN: logits of −inf count as 0.
-                dot = torch.einsum("nv,nv->n", weights, below.clamp_(min=torch.finfo(tiles.wide).min))
-                means[place, rows] = torch.where(total > 0, dot / total, 0.0) + highest
+                sums[place, rows], means[place, rows] = tiles.statistics(logits)
         normalisers = sums.logsumexp(0) if count else chosen
         entropies = normalisers - torch.where(sums > -torch.inf, (sums - normalisers).exp() * means, 0.0).sum(0)
         ctx.save_for_backward(hidden, weight, bias, tokens, normalisers, entropies)
@@ -181,7 +178,6 @@ class _ChunkedHead(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, tokens, normalisers, entropies = ctx.saved_tensors
-        up, up_entropy = (None if grad is None else grad.unsqueeze(-1) for grad in grads)
         tiles = _Tiles(hidden, weight, bias, ctx.temperature, ctx.size, ctx.narrow)
         # A sum over several tiles uses the wide type: in bfloat16 many small contributions would be lost.
         grad_hidden = torch.zeros_like(hidden, dtype=tiles.wide) if ctx.needs_input_grad[0] else None
@@ -191,28 +187,16 @@ class _ChunkedHead(torch.autograd.Function):
             entries = tiles.weight(columns)
             total = total_bias = None
             for rows in tiles.rows:
-                log_p = tiles.logits(rows, columns, entries).sub_(normalisers[rows].unsqueeze(-1))
-                if up_entropy is None:
-                    slope = log_p.exp_()
-                    slope = slope.mul_(-up[rows]) if up is not None else slope.zero_()
-                else:
-                    p = log_p.exp()
-                    finite = log_p.masked_fill_(p == 0, 0.0).add_(entropies[rows].unsqueeze(-1))
-                    slope = finite.mul_(-up_entropy[rows])
-                    slope = (slope if up is None else slope.sub_(up[rows])).mul_(p)
-                if up is not None:
-                    at, inside = _within(tokens[rows], columns)
-                    slope.scatter_add_(-1, at, torch.where(inside.unsqueeze(-1), up[rows], 0.0).to(slope.dtype))
-                if ctx.temperature != 1:
-                    slope.div_(ctx.temperature)
-                narrow = slope.to(tiles.narrow)
+                up = [None if grad is None else grad[rows].contiguous() for grad in grads]
+                logits = tiles.logits(rows, columns, entries)
+                slope = tiles.gradient(logits, normalisers[rows], entropies[rows], up, tokens[rows], columns)
                 if grad_hidden is not None:
-                    _add_product(grad_hidden[rows], narrow, entries)
+                    _add_product(grad_hidden[rows], slope, entries)
                 if grad_weight is not None:
-                    part = narrow.T @ tiles.hidden(rows)
+                    part = slope.T @ tiles.hidden(rows)
                     total = part if len(tiles.rows) == 1 else part.to(tiles.wide) + (0.0 if total is None else total)
                 if grad_bias is not None:
-                    total_bias = slope.sum(0) + (0.0 if total_bias is None else total_bias)
+                    total_bias = slope.sum(0, dtype=tiles.wide) + (0.0 if total_bias is None else total_bias)
             if grad_weight is not None:
                 grad_weight[columns] = 0.0 if total is None else total.to(weight.dtype)
             if grad_bias is not None:
@@ -261,6 +245,75 @@ class _Tiles:
         if self._bias is not None:
             logits.add_(self._bias[columns])
         return logits if self._temperature == 1 else logits.div_(self._temperature)
+
+    def statistics(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """The log of the sum of exponentials, and the mean of the logits under their softmax, of each row of a tile;
+        the logits are overwritten."""
+        kernels = _kernels_for(logits)
+        if kernels is not None:
+            found: tuple[Tensor, Tensor] = kernels.tile_statistics(logits)
+            return found
+        lowest = torch.finfo(self.wide).min
+        # A tile in which every token was ruled out by −inf has the sum 0.
+        highest = logits.amax(-1).clamp_(min=lowest)
+        below = logits.sub_(highest.unsqueeze(-1))
+        weights = below.exp()
+        total = weights.sum(-1)
+        # 0 · −inf is NaN: logits of −inf count as 0.
+        dot = torch.einsum("nv,nv->n", weights, below.clamp_(min=lowest))
+        return total.log() + highest, torch.where(total > 0, dot / total, 0.0) + highest
+
+    def gradient(
+        self,
+        logits: Tensor,
+        normalisers: Tensor,
+        entropies: Tensor,
+        up: Sequence[Tensor | None],
+        tokens: Tensor,
+        columns: slice,
+    ) -> Tensor:
+        """The gradient of a tile's logits before they were divided by the temperature, in the narrow dtype; the logits
+        are overwritten.
+
+        Args:
+            up: gradients of log-probabilities and entropies.
+        """
+        kernels, (of_log_probs, of_entropies) = _kernels_for(logits), up
+        if kernels is not None:
+            found: Tensor = kernels.logit_gradient(
+                logits, normalisers, entropies, of_log_probs, of_entropies, tokens - columns.start,
+                1 / self._temperature, self.narrow,
+            )  # fmt: skip
+            return found
+        log_p = logits.sub_(normalisers.unsqueeze(-1))
+        if of_entropies is None:
+            slope = log_p.exp_()
+            slope = slope.zero_() if of_log_probs is None else slope.mul_(-of_log_probs.unsqueeze(-1))
+        else:
+            p = log_p.exp()
+            finite = log_p.masked_fill_(p == 0, 0.0).add_(entropies.unsqueeze(-1))
+            slope = finite.mul_(-of_entropies.unsqueeze(-1))
+            slope = (slope if of_log_probs is None else slope.sub_(of_log_probs.unsqueeze(-1))).mul_(p)
+        if of_log_probs is not None:
+            at, inside = _within(tokens, columns)
+            own = torch.where(inside, of_log_probs, 0.0).unsqueeze(-1)
+            slope.scatter_add_(-1, at, own.to(slope.dtype))
+        if self._temperature != 1:
+            slope.div_(self._temperature)
+        return slope.to(self.narrow)
+
+
+def _kernels_for(logits: Tensor) -> Any:
+    """The module of Triton kernels, for tiles that it computes; ``None``: use the plain code."""
+    return _kernels() if logits.is_cuda and logits.dtype == torch.float32 else None
+
+
+@cache
+def _kernels() -> Any:
+    try:
+        return import_module("rlmesh.rl.head.cuda_kernels")
+    except ImportError:  # Triton is missing: torch was built without it
+        return None
 
 
 def _within(tokens: Tensor, columns: slice) -> tuple[Tensor, Tensor]:
