@@ -26,6 +26,7 @@ from rlmesh.rl.roles.fused import ActorRollout
 from rlmesh.rl.trainers.run import Run
 from rlmesh.rl.trainers.settings import ActorSettings, RolloutSettings
 from tests.rl.checkpoints.runs import make
+from tests.rl.reading.slow_engines import job_of
 from tests.rl.run_job import ROWS
 
 
@@ -103,13 +104,21 @@ def test_a_validation_that_every_step_waits_for_is_the_bottleneck(tiny: Path, tm
 
 @pytest.mark.slow
 def test_one_engine_too_few_is_the_bottleneck_of_a_job(tiny: Path, tmp_path: Path) -> None:
-    run = with_changes(
-        tiny, pipeline="one-step-off", rollout=RolloutSettings(max_tokens=48), steps=6, save_every=6,
-        algorithm=GRPO(samples=4, correction="token"),
-    )  # fmt: skip
-    found = diagnosed(run.submit("short", run_dir=tmp_path / "run").run_dir)
-    assert found.bottleneck == "sampling", str(found)
+    def run(engines: int) -> tuple[Diagnosis, float]:
+        settings = with_changes(
+            tiny, pipeline="one-step-off", rollout=RolloutSettings(max_tokens=4, engines=engines), steps=4,
+            save_every=4, algorithm=GRPO(samples=4, correction="token"),
+        )  # fmt: skip
+        run_dir = tmp_path / str(engines)
+        job_of(settings).submit("short", run_dir=run_dir)
+        assert read_steps(run_dir)[-1].metrics["buffer/engines"] == engines
+        return diagnosed(run_dir), sum(one.metrics["buffer/engines_busy"] for one in read_steps(run_dir)[1:]) / 3
+
+    found, busy = run(1)
+    assert found.bottleneck == "sampling" and busy > 0.5, str(found)
     assert found.advice.setting == "rollout.engines" and int(found.advice.value) >= 2, str(found)
+    more, _ = run(2)  # the advice helps
+    assert more.parts["sampling"] < 0.75 * found.parts["sampling"], f"{found}\n{more}"
 
 
 # Figures that are made up.
