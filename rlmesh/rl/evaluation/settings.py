@@ -69,9 +69,10 @@ class RewardAlarmSettings:
         baseline: the number of first steps; 0: no check at all.
         window: the number of last steps.
         length: the mean length of responses grows by this factor, or shrinks by it, …
-        correlation: … and within a group, reward and length (or brevity) have at least this correlation, in (0, 1].
+        correlation: … and within a group, reward and length (or brevity, or repetition) have at least this correlation,
+            in (0, 1].
         repetition: this share of a response's sequences of four tokens repeats earlier ones, at least twice as much as
-            in the first steps, and the reward has not fallen.
+            in the first steps, and reward and repetition are correlated.
         components: one reward rises, and another falls, by this number of standard deviations of its scores.
     """
 

@@ -33,8 +33,10 @@ GRAM = 4
 SHORTEST = 16
 """Tokens of the shortest response in which repetition is counted: in shorter ones it says nothing."""
 FADE = 0.9
-"""The share that the sums of the correlation keep from step to step: they are of about the last ten steps in which the
+"""The share that the sums of a correlation keep from step to step: they are of about the last ten steps in which the
 responses of a group differed."""
+TRAITS = ("length", "repetition")
+"""What of a response may be paid for."""
 SHOWN, SHOWN_CHARACTERS = 3, 300
 """The number of samples that an alarm shows, and how much of each."""
 LEAST_SCORES = 30
@@ -94,17 +96,22 @@ class RewardAlarm:
         self, settings: RewardAlarmSettings, rewards: Rewards, run_dir: Path, tell: Callable[[str], None]
     ) -> None:
         self._settings, self._rewards, self._run_dir, self._tell = settings, rewards, run_dir, tell
-        self.restore({"first": [], "last": [], "sums": [0.0, 0.0, 0.0], "told": []})
+        self.restore({"first": [], "last": [], "sums": {name: [0.0] * 3 for name in TRAITS}, "told": []})
 
     def state(self) -> dict[str, Any]:
         """Summaries of the first and of the last steps, and the alarms that were told."""
-        return {"first": list(self._first), "last": list(self._last), "sums": self._sums, "told": list(self._told)}
+        return {
+            "first": list(self._first),
+            "last": list(self._last),
+            "sums": dict(self._sums),
+            "told": list(self._told),
+        }
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Go to a state."""
         self._first: list[dict[str, Any]] = list(state["first"])
         self._last: list[dict[str, Any]] = list(state["last"])
-        self._sums: list[float] = list(state["sums"])
+        self._sums: dict[str, list[float]] = {name: list(sums) for name, sums in state["sums"].items()}
         self._told: list[str] = list(state["told"])
 
     def check(self, step: int, groups: Sequence[Group]) -> dict[str, float]:
@@ -119,7 +126,9 @@ class RewardAlarm:
         scored = list(self._scored(groups))
         if not scored:
             return {}
-        self._sums = [FADE * old + new for old, new in zip(self._sums, _length_sums(scored), strict=True)]
+        for name in TRAITS:
+            sums = zip(self._sums[name], _deviations(scored, name), strict=True)
+            self._sums[name] = [FADE * old + new for old, new in sums]
         summary = _summary(step, scored)
         if len(self._first) < self._settings.baseline:
             self._first.append(summary)
@@ -149,9 +158,9 @@ class RewardAlarm:
     def _judge(self) -> tuple[dict[str, float], list[_Suspicion]]:
         limits, first, last = self._settings, self._first, self._last
         before, now = _mean(first, "length"), _mean(last, "length")
-        ratio, correlation = now / max(before, 1.0), _correlation(self._sums)
+        ratio, correlation = now / max(before, 1.0), _correlation(self._sums["length"])
+        paid = _correlation(self._sums["repetition"])
         repeats, repeated = _mean(last, "repetition"), _mean(first, "repetition")
-        risen = _mean(last, "reward") >= _mean(first, "reward")
         shifts = _shifts(first, last)
         up = max(shifts, key=lambda name: shifts[name], default="")
         down = min(shifts, key=lambda name: shifts[name], default="")
@@ -171,12 +180,13 @@ class RewardAlarm:
                     lambda one: way * one.length,
                 )
             )
-        if limits.repetition and repeats >= max(limits.repetition, 2 * repeated) and risen:
+        if limits.repetition and repeats >= max(limits.repetition, 2 * repeated) and paid >= limits.correlation:
             found.append(
                 _Suspicion(
                     "repetition",
                     f"{repeats:.0%} of the sequences of {GRAM} tokens in a response repeat earlier ones, before "
-                    f"{repeated:.0%} ({since}), and the reward has not fallen",
+                    f"{repeated:.0%} ({since}), and among the responses to a prompt those that repeat more get the "
+                    f"higher reward (correlation {paid:.2f})",
                     lambda one: one.repetition,
                 )
             )
@@ -189,7 +199,8 @@ class RewardAlarm:
                     lambda one: one.parts.get(up, -math.inf) - one.parts.get(down, 0.0),
                 )
             )
-        metrics = {"length_ratio": ratio, "length_correlation": correlation, "repetition": repeats}
+        metrics = {"length_ratio": ratio, "length_correlation": correlation}
+        metrics |= {"repetition": repeats, "repetition_correlation": paid}
         metrics |= {"components_gap": gap} if len(shifts) > 1 else {}
         return {f"hacking/{name}": value for name, value in metrics.items()}, found
 
@@ -235,27 +246,27 @@ def _summary(step: int, scored: Sequence[_Scored]) -> dict[str, Any]:
     }
 
 
-def _length_sums(scored: Sequence[_Scored]) -> tuple[float, float, float]:
-    """The products of the deviations of length and reward from the mean of their group: mixed, of lengths, of rewards.
-    If each prompt has one response, the batch is the group."""
+def _deviations(scored: Sequence[_Scored], trait: str) -> tuple[float, float, float]:
+    """The products of the deviations of a trait and of the reward from the mean of their group: mixed, of the trait, of
+    the reward. If each prompt has one response, the batch is the group."""
     by_group: dict[tuple[int, ...], list[_Scored]] = {}
     for one in scored:
         by_group.setdefault(one.key, []).append(one)
     groups = list(by_group.values())
     if all(len(group) == 1 for group in groups):
         groups = [list(scored)]
-    mixed = lengths = rewards = 0.0
+    mixed = traits = rewards = 0.0
     for group in groups:
-        x = np.asarray([one.length for one in group], np.float64)
+        x = np.asarray([getattr(one, trait) for one in group], np.float64)
         y = np.asarray([one.reward for one in group], np.float64)
         x, y = x - x.mean(), y - y.mean()
-        mixed, lengths, rewards = mixed + float(x @ y), lengths + float(x @ x), rewards + float(y @ y)
-    return mixed, lengths, rewards
+        mixed, traits, rewards = mixed + float(x @ y), traits + float(x @ x), rewards + float(y @ y)
+    return mixed, traits, rewards
 
 
 def _correlation(sums: Sequence[float]) -> float:
-    mixed, lengths, rewards = sums
-    return mixed / math.sqrt(lengths * rewards) if lengths * rewards > 0 else 0.0
+    mixed, traits, rewards = sums
+    return mixed / math.sqrt(traits * rewards) if traits * rewards > 0 else 0.0
 
 
 def _mean(steps: Sequence[Mapping[str, Any]], name: str) -> float:

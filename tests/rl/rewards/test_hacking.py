@@ -30,7 +30,7 @@ QUICK = RewardAlarmSettings(baseline=3, window=3)
 
 
 def longer(response: str) -> float:
-    return len(response.replace(" ", "")) / 24
+    return len(response.replace(" ", "")) / 48
 
 
 def letters_of_one_kind(response: str) -> float:
@@ -38,10 +38,13 @@ def letters_of_one_kind(response: str) -> float:
     return text.count("a") / 24
 
 
-def varied(response: str) -> float:
-    """The share of letters that differ from the one before: nothing to gain from length or repetition."""
+def begins_with_b(response: str) -> float:
+    return float(response.startswith("b"))
+
+
+def letters_only(response: str) -> float:
     text = response.replace(" ", "")
-    return sum(one != before for one, before in zip(text[1:], text, strict=False)) / max(len(text) - 1, 1)
+    return 1 - text.count(">") / max(len(text), 1)
 
 
 def has_b(response: str) -> float:
@@ -75,7 +78,7 @@ def alarms(run_dir: Path) -> dict[str, Any]:
 def test_a_reward_that_grows_with_the_length_is_told_once(
     tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
-    metrics = trained(tiny, tmp_path, Reward(longer, inline=True))
+    metrics = trained(tiny, tmp_path, Reward(longer, inline=True), rollout=RolloutSettings(max_tokens=48))
     assert "length" in alarms(tmp_path)
     told = capsys.readouterr().out
     assert told.count("reward alarm (length)") == 1 and "rlmesh samples" in told
@@ -105,9 +108,10 @@ def test_one_reward_at_the_cost_of_another_is_told(tiny: Path, tmp_path: Path) -
 
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_an_honest_training_stays_silent(tiny: Path, tmp_path: Path, seed: int) -> None:
-    rewards = [Reward(varied, inline=True), Reward(has_c, weight=0.5, inline=True)]
+    rewards = [Reward(begins_with_b, inline=True), Reward(letters_only, inline=True)]
     metrics = trained(tiny, tmp_path, *rewards, seed=seed)
     assert alarms(tmp_path) == {} and all(one["hacking/alarm"] == 0 for one in metrics) and metrics
+    assert metrics[-1]["reward/begins_with_b"] > 0.8  # it learned
 
 
 # Batches that are made up.
@@ -175,14 +179,17 @@ def test_one_response_per_prompt(tmp_path: Path) -> None:
     assert len(told) == 1 and "(length)" in told[0]
 
 
-@pytest.mark.parametrize("falling", [True, False])
-def test_repetition_counts_only_while_the_reward_does_not_fall(tmp_path: Path, falling: bool) -> None:
+@pytest.mark.parametrize("paid", [True, False])
+def test_repetition_counts_only_if_it_is_paid_for(tmp_path: Path, paid: bool) -> None:
     rng = np.random.default_rng(0)
     alarm, told = watch(tmp_path)
     for step in range(1, 9):
-        ids = rng.integers(0, 8, 32).tolist() if step < 4 else [1, 2] * 16
-        alarm.check(step, [Group((0, 0), (episode(ids, r=float(-step if falling else step)),))])
-    assert bool(told) is not falling
+        varied, repeated = rng.integers(0, 8, 32).tolist(), [1, 2] * 16
+        rows = [varied, varied if step < 4 else repeated, varied if step < 6 else repeated]
+        rewards = [1.0, 2.0, 2.0] if paid else [2.0, 1.0, 2.0]
+        group = tuple(episode(ids, r=reward) for ids, reward in zip(rows, rewards, strict=True))
+        alarm.check(step, [Group((0, 0), group)])
+    assert bool(told) is paid
 
 
 def test_repetition() -> None:
