@@ -78,7 +78,7 @@ def alarms(run_dir: Path) -> dict[str, Any]:
 def test_a_reward_that_grows_with_the_length_is_told_once(
     tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
-    metrics = trained(tiny, tmp_path, Reward(longer, inline=True), rollout=RolloutSettings(max_tokens=48))
+    metrics = trained(tiny, tmp_path, Reward(longer, inline=True), rollout=RolloutSettings(max_tokens=48), steps=12)
     assert "length" in alarms(tmp_path)
     told = capsys.readouterr().out
     assert told.count("reward alarm (length)") == 1 and "rlmesh samples" in told
@@ -88,6 +88,7 @@ def test_a_reward_that_grows_with_the_length_is_told_once(
     assert metrics[-1]["hacking/length_ratio"] > 2 and metrics[-1]["hacking/length_correlation"] > 0.5
 
 
+@pytest.mark.slow
 def test_a_reward_for_repetition_is_told(tiny: Path, tmp_path: Path) -> None:
     metrics = trained(tiny, tmp_path, Reward(letters_of_one_kind, inline=True))
     assert "repetition" in alarms(tmp_path)
@@ -97,6 +98,7 @@ def test_a_reward_for_repetition_is_told(tiny: Path, tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.slow
 def test_one_reward_at_the_cost_of_another_is_told(tiny: Path, tmp_path: Path) -> None:
     checks = RewardAlarmSettings(baseline=3, window=3, length=0, repetition=0)
     loud, quiet = Reward(has_b, weight=10.0, inline=True), Reward(has_c, inline=True)
@@ -106,7 +108,7 @@ def test_one_reward_at_the_cost_of_another_is_told(tiny: Path, tmp_path: Path) -
     assert metrics[-1]["hacking/components_gap"] >= 0.5
 
 
-@pytest.mark.parametrize("seed", [0, 1, 2])
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2))])
 def test_an_honest_training_stays_silent(tiny: Path, tmp_path: Path, seed: int) -> None:
     rewards = [Reward(begins_with_b, inline=True), Reward(letters_only, inline=True)]
     metrics = trained(tiny, tmp_path, *rewards, seed=seed)
