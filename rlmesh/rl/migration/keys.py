@@ -35,7 +35,7 @@ class Conversion:
         settings: those of a `Run`, by dotted keys.
         kept: settings with the keys that they were made of, for people.
         left: keys that would change a training and have no counterpart, each with what to do.
-        idle: keys whose values change nothing here.
+        idle: keys whose values change nothing here, or were read together with others.
         faults: reasons why the configuration cannot be read, one sentence each.
         wanting: settings that the configuration does not determine, and the reason.
         folders: where modules of rewards are.
@@ -51,6 +51,7 @@ class Conversion:
     wanting: dict[str, str] = field(default_factory=dict)
     folders: list[str] = field(default_factory=list)
     _read: set[str] = field(default_factory=set)
+    _told: set[str] = field(default_factory=set)
 
     def get(self, key: str, default: Any = None) -> Any:
         """The value of a key, or the library's default. A null is the default too."""
@@ -66,6 +67,7 @@ class Conversion:
         """Set a setting, made of these keys. Where the configuration has none of them, it is the library's default."""
         self.settings[setting] = value
         self._read.update(sources)
+        self._told.update(sources)
         named = [f"{key}={_short(self.given[key])}" for key in sources if self.has(key)]
         self.kept.append((f"{setting}={_short(value)}", ", ".join(named) or f"default of {self.library}"))
 
@@ -101,6 +103,8 @@ class Conversion:
             harmless: patterns of keys that change no numbers, and why.
             unsupported: patterns of keys, and what to do.
         """
+        self._told.update([*self.idle, *(key.partition("=")[0] for key, _ in self.left)])
+        self.idle += [key for key in self.given if key in self._read and key not in self._told]
         known = [*self._read, *(pattern for pattern in harmless if "*" not in pattern)]
         for key in self.given:
             if key in self._read:
@@ -139,7 +143,9 @@ class Conversion:
             lines.append(f"{len(self.left)} keys have no counterpart:")
             lines += [f"  {key}: {advice}" for key, advice in self.left]
         if self.idle:
-            lines.append(f"{len(self.idle)} keys change nothing here: {', '.join(sorted(self.idle))}")
+            lines.append(
+                f"{len(self.idle)} keys change nothing here, or go with others: {', '.join(sorted(self.idle))}"
+            )
         return "\n".join(lines)
 
 

@@ -42,7 +42,8 @@ HARMLESS = dict.fromkeys(
         "entropy_coef_*", "entropy_target", "vllm_importance_sampling_*", "lora_task_type", "bnb_4bit_*",
         "use_bnb_nested_quant", "hub_token", "push_to_hub", "f_alpha_divergence_coef", "discopop_tau",
         "include_for_metrics", "dataset_streaming", "enable_jit_checkpoint", "length_column_name",
-        "train_sampling_strategy", "label_smoothing_factor", "neftune_noise_alpha", "dataset_train_split",
+        "train_sampling_strategy", 
+        "optim_target_modules", "activation_checkpointing*", "label_smoothing_factor", "neftune_noise_alpha", "dataset_train_split",
     ),
     "",
 )  # fmt: skip
@@ -153,6 +154,7 @@ def _grpo_sampling(c: Conversion) -> None:
         ("sync_ref_model", False, "the reference stays as it is"),
         ("max_tool_calling_iterations", ABSENT, "episode.max_turns, with Run(tools=…)"),
         ("router_aux_loss_coef", ABSENT, "there is no loss of mixtures of experts"),
+        ("disable_dropout", False, "set the model's dropout to 0 in its config.json"),
         ("vllm_structured_outputs_regex", ABSENT, "responses are not constrained"),
     ):
         c.leave(key, advice, unless=harmless)
@@ -214,6 +216,8 @@ def _grpo_rewards(c: Conversion) -> None:
 def _vllm(c: Conversion) -> None:
     if not c.get("use_vllm", False):
         c.set("rollout.engine", "transformers", "use_vllm")
+        for key in [key for key in c.given if key.startswith("vllm_")]:
+            c.get(key)  # of an engine that is not used
         return
     c.set("rollout.engine", "vllm", "use_vllm")
     c.move("vllm_gpu_memory_utilization", "rollout.options.gpu_memory_utilization", 0.3)

@@ -1,6 +1,6 @@
 """A configuration of verl (``ppo_trainer.yaml`` with its overrides) as settings of a `Run`.
 
-Keys and defaults are those of verl's ``ppo_trainer`` of November 2026, and the older names of the keys that moved. A
+Keys and defaults are those of verl's ``ppo_trainer`` of August 2026, and the older names of the keys that moved. A
 key that the configuration leaves out has verl's default where that differs from the one of `Run`.
 """
 
