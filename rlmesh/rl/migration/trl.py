@@ -29,21 +29,20 @@ HARMLESS = dict.fromkeys(
         "logging_*", "log_*", "disable_tqdm", "dataloader_*", "ddp_*", "hub_*", "torch_empty_cache_steps", "debug",
         "skip_memory_metrics", "save_on_each_node", "include_*", "remove_unused_columns", "label_names", "project",
         "trackio_*", "use_liger_kernel", "liger_kernel_config", "torch_compile*", "gradient_checkpointing_kwargs",
-        "ds3_gather_for_generation", "pad_to_multiple_of", "padding_free", "dataset_num_proc", "packing*",
+        "ds3_gather_for_generation", "pad_to_multiple_of", "padding_free", "dataset_num_proc", "packing_strategy",
         "num_completions_to_print", "vllm_server_*", "vllm_group_port", "vllm_model_impl", "vllm_enable_sleep_mode",
-        "average_tokens_across_devices", "precompute_ref_*", "activation_offloading", "use_cache", "model_revision",
+        "precompute_ref_*", "activation_offloading", "use_cache", "model_revision",
         "attn_implementation", "pad_token", "eval_accumulation_steps", "per_device_eval_batch_size", "eval_packing",
         "prediction_loss_only", "local_rank", "do_train", "do_eval", "do_predict", "bf16_full_eval", "tf32",
         "fp16_full_eval", "batch_eval_metrics", "eval_do_concat_batches", "eval_use_gather_object", "eval_on_start",
-        "save_only_model", "restore_callback_states_from_checkpoint", "ignore_data_skip", "shuffle_dataset",
+        "save_only_model", "restore_callback_states_from_checkpoint", "ignore_data_skip",
         "exp_name", "local_rollout_forward_batch_size", "num_sample_generations", "world_size", "ignore_bias_buffers",
         "cast_lm_head_to_fp32", "use_transformers_*", "transformers_continuous_batching_config", "cache_implementation",
-        "auto_find_batch_size", "ref_model_mixup_alpha", "ref_model_sync_steps", "sapo_temperature_*", "vespo_*",
+        "ref_model_mixup_alpha", "ref_model_sync_steps", "sapo_temperature_*", "vespo_*",
         "entropy_coef_*", "entropy_target", "vllm_importance_sampling_*", "lora_task_type", "bnb_4bit_*",
         "use_bnb_nested_quant", "hub_token", "push_to_hub", "f_alpha_divergence_coef", "discopop_tau",
         "include_for_metrics", "dataset_streaming", "enable_jit_checkpoint", "length_column_name",
-        "train_sampling_strategy", 
-        "optim_target_modules", "activation_checkpointing*", "label_smoothing_factor", "neftune_noise_alpha", "dataset_train_split",
+        "train_sampling_strategy", "activation_checkpointing*", "dataset_train_split",
     ),
     "",
 )  # fmt: skip
@@ -278,6 +277,7 @@ def _given(c: Conversion, processes: int) -> tuple[int, int]:
     c.left.append(
         (f"max_length={longest}", "prompts and responses are cut or left out each at this length, not together")
     )
+    c.leave("packing", "batch_size counts rows; with packing, TRL's batch counts rows of max_length", unless=False)
     c.leave("truncation_mode", "longer responses are cut at their end, longer prompts left out", unless="keep_start")
     c.leave("disable_dropout", "set the model's dropout to 0 in its config.json", unless=True)
     c.leave("router_aux_loss_coef", "there is no loss of mixtures of experts")
@@ -414,6 +414,12 @@ def _rest(c: Conversion, kind: str) -> None:
     c.leave("load_best_model_at_end", "keep_best=METRIC keeps the best checkpoint", unless=False)
     for key in ("metric_for_best_model", "greater_is_better"):
         c.leave(key, "keep_best=METRIC keeps the best checkpoint")
+    c.leave("shuffle_dataset", "rows are always shuffled, by seed and epoch", unless=True)
+    c.leave("average_tokens_across_devices", "losses are means over the whole batch", unless=True)
+    c.leave("auto_find_batch_size", "rlmesh train CONFIG --fit prints the largest actor.token_budget", unless=False)
+    c.leave("label_smoothing_factor", "the losses have no label smoothing", unless=0.0)
+    for key in ("neftune_noise_alpha", "optim_target_modules"):
+        c.leave(key, "there is no counterpart: leave it out")
     c.leave("accelerator_config", "there is no accelerate", unless={})
     c.leave("parallelism_config", "a sequence is on one rank")
     for key in [key for key in c.given if key.startswith("accelerator_config.")]:
