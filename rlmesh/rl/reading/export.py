@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rlmesh.errors import UsageError
-from rlmesh.rl.checkpoints.store import FILE, checkpoint_folder, read_checkpoint, saved_step
+from rlmesh.rl.checkpoints.store import FILE, read_checkpoint
+from rlmesh.rl.evaluation.evaluate import of_run_directory
 from rlmesh.rl.evaluation.saved_run import load_saved_run
-from rlmesh.rl.trainers.progress import MODEL, finished_steps
+from rlmesh.rl.trainers.progress import finished_steps
 
 if TYPE_CHECKING:
     from rlmesh.rl.trainers.run import Run
@@ -44,18 +45,10 @@ def export(source: str | Path, folder: str | Path, *, step: int | None = None) -
         if step is not None:
             raise UsageError(f"{source} is the checkpoint of one step: leave the step out, or name its run directory")
         return _from_checkpoint(source.resolve().parents[1], source, folder)
-    done = finished_steps(source)
-    if step is None and done and (source / MODEL).is_dir():
-        return _copied(source / MODEL, folder, done)
-    chosen = saved_step(source) if step is None else step
-    checkpoint = checkpoint_folder(source, chosen)
-    if not chosen or not (checkpoint / FILE).exists():
-        found = (source / "checkpoints").glob(f"step-*/{FILE}")
-        steps = sorted(int(one.parent.name.removeprefix("step-")) for one in found)
-        there = f"checkpoints of steps {', '.join(map(str, steps))}" if steps else "no checkpoint"
-        asked = "no trained model" if step is None else f"no checkpoint of step {step}"
-        raise UsageError(f"{source} has {asked}; it has {there}{' and a trained model' if done else ''}")
-    return _from_checkpoint(source, checkpoint, folder)
+    found = of_run_directory(source, step)
+    if "model" in found:
+        return _copied(Path(found["model"]), folder, finished_steps(source))
+    return _from_checkpoint(source, Path(found["checkpoint"]).parent, folder)
 
 
 def _copied(model: Path, folder: Path, steps: int) -> int:
