@@ -45,12 +45,16 @@ MAY_IMPORT_THEM = ("rlmesh.cli", "rlmesh.testing", "rlmesh_launcher")
 HEAVY = {
     "torch": (
         "rlmesh.rl", "rlmesh.envs", "rlmesh.weights", "rlmesh.wire", "rlmesh.runtime", "rlmesh.agent",
-        "rlmesh.memory.cuda",
+        "rlmesh.memory.cuda", "rlmesh.tune.execution",
     ),
     "transformers": ("rlmesh.rl",),
     "datasets": ("rlmesh.rl",),
     "numpy": ("rlmesh.rl", "rlmesh.envs", "rlmesh.weights", "rlmesh.wire", "rlmesh.runtime"),
-    "matplotlib": ("rlmesh.observe.run_report",),
+    "matplotlib": ("rlmesh.observe.run_report", "rlmesh.tune.curves"),
+    "PIL": ("rlmesh.envs.recording",),
+    "imageio_ffmpeg": ("rlmesh.envs.recording",),
+    "optuna": ("rlmesh.tune.search",),
+    "pandas": ("rlmesh.tune.analysis",),
     "tensorboard": (),
     "omegaconf": ("rlmesh.rl.trainers",),
     "gymnasium": ("rlmesh.envs", "rlmesh.cli.commands.train"),

@@ -16,6 +16,8 @@ Public names are imported on first use; batches, runners and settings need no to
     `AlgorithmConfig` and `Algorithm`; PPO, VPG, A2C, DQN, SAC, TD3.
 ``replay``, ``connectors``, ``checks``
     Replay buffers; steps between environments and policy; faults of environments.
+``external``, ``recording``
+    Simulators that connect to the job; episodes as pictures.
 """
 
 from __future__ import annotations
@@ -49,6 +51,10 @@ if TYPE_CHECKING:
     from rlmesh.envs.batches.sample_batch import SampleBatch as SampleBatch
     from rlmesh.envs.environments.registry import EnvContext as EnvContext
     from rlmesh.envs.environments.registry import register_env as register_env
+    from rlmesh.envs.external.client import ExternalEnvClient as ExternalEnvClient
+    from rlmesh.envs.external.client import PolicyClient as PolicyClient
+    from rlmesh.envs.external.spec import EpisodeLost as EpisodeLost
+    from rlmesh.envs.external.spec import ExternalEnv as ExternalEnv
     from rlmesh.envs.learners.learner import Learner as Learner
     from rlmesh.envs.learners.learner_group import LearnerGroup as LearnerGroup
     from rlmesh.envs.modules.module_policy import ModulePolicy as ModulePolicy
@@ -75,6 +81,9 @@ _WHERE = {
     "EnvContext": "rlmesh.envs.environments.registry",
     "EnvRunner": "rlmesh.envs.runners.env_runner",
     "EnvRunnerGroup": "rlmesh.envs.runners.env_runner_group",
+    "EpisodeLost": "rlmesh.envs.external.spec",
+    "ExternalEnv": "rlmesh.envs.external.spec",
+    "ExternalEnvClient": "rlmesh.envs.external.client",
     "Learner": "rlmesh.envs.learners.learner",
     "LearnerGroup": "rlmesh.envs.learners.learner_group",
     "ModulePolicy": "rlmesh.envs.modules.module_policy",
@@ -82,6 +91,7 @@ _WHERE = {
     "PG": "rlmesh.envs.algorithms.pg",
     "PGConfig": "rlmesh.envs.algorithms.pg",
     "PPO": "rlmesh.envs.algorithms.ppo",
+    "PolicyClient": "rlmesh.envs.external.client",
     "PPOConfig": "rlmesh.envs.algorithms.ppo",
     "Policy": "rlmesh.envs.modules.policy",
     "RLModule": "rlmesh.envs.modules.rl_module",

@@ -1,100 +1,91 @@
-"""`run`: one trial of an algorithm."""
+"""`Trial`: one training with one set of values, the criteria that end it, and the files that it leaves."""
 
 from __future__ import annotations
 
-import difflib
 import json
 import math
-from collections.abc import Callable, Mapping
+import os
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rlmesh.envs import Algorithm, AlgorithmConfig, ResultDict, get_algorithm_class
+from rlmesh import private_files
+from rlmesh.envs import ResultDict
 from rlmesh.errors import UsageError
+from rlmesh.job.nearest_name import did_you_mean
+from rlmesh.observe.files.tensorboard import EventFile
+from rlmesh.runtime.process import clock
 
-__all__ = ["Trial", "run"]
+__all__ = ["Trial", "TrialFiles"]
 
-RESULTS, CHECKPOINTS = "results.jsonl", "checkpoints"
+RESULTS, CHECKPOINTS, EVENTS = "results.jsonl", "checkpoints", "tensorboard"
+PENDING, RUNNING, TERMINATED, PRUNED, STOPPED, ERROR = "PENDING", "RUNNING", "TERMINATED", "PRUNED", "STOPPED", "ERROR"
+FINISHED = (TERMINATED, PRUNED, ERROR)
+"""States that a resumed search leaves as they are."""
 
-Stop = Mapping[str, float] | Callable[[ResultDict], bool] | None
+Stop = Mapping[str, float] | Callable[..., bool] | None
 
 
 @dataclass
 class Trial:
-    """The outcome of `run`.
+    """A training with one set of values.
 
     Attributes:
+        trial_id: its number as text.
         algorithm: name of the algorithm.
+        config: the values that the search chose, by name; empty without a search.
+        status: ``PENDING``, ``RUNNING``, ``TERMINATED`` (a criterion ended it), ``PRUNED``, ``STOPPED`` (by Ctrl-C or
+            the time budget), or ``ERROR``.
         last_result: what the last ``train()`` returned; empty if there was none.
-        interrupted: True if Ctrl-C ended the trial.
+        error: the traceback or message of a failure.
+        failures: how often it failed.
         checkpoint: folder of the last checkpoint, if one was written.
+        history: iteration and value of the search's metric; iterations without a value are left out.
     """
 
+    trial_id: str
     algorithm: str
+    config: dict[str, Any] = field(default_factory=dict)
+    status: str = PENDING
     last_result: ResultDict = field(default_factory=ResultDict)
-    interrupted: bool = False
+    error: str | None = None
+    failures: int = 0
     checkpoint: str | None = None
+    history: list[tuple[int, float]] = field(default_factory=list)
+
+    @property
+    def interrupted(self) -> bool:
+        """True if Ctrl-C, or the time budget, ended the trial."""
+        return self.status == STOPPED
+
+    @property
+    def iteration(self) -> int:
+        """Number of finished iterations."""
+        return int(self.last_result.get("training_iteration", 0))
+
+    @property
+    def title(self) -> str:
+        """Number and values of the trial in a line."""
+        values = ", ".join(f"{name}={shortened(value)}" for name, value in self.config.items())
+        return f"{self.trial_id} ({values})" if values else self.trial_id
+
+    def score(self, scope: str, mode: str) -> float:
+        """The last or the best value of the metric; NaN without one."""
+        values = [value for _, value in self.history]
+        if not values:
+            return math.nan
+        return values[-1] if scope == "last" else max(values) if mode == "max" else min(values)
 
 
-def run(
-    run_or_experiment: str | type[Algorithm], *, config: AlgorithmConfig | Mapping[str, Any] | None = None,
-    stop: Stop = None, storage_path: str | Path | None = None, checkpoint_freq: int = 0,
-    checkpoint_at_end: bool = False, restore: str | Path | None = None, verbose: int = 1,
-) -> Trial:  # fmt: skip
-    """Train an algorithm: ``run("PPO", config=PPOConfig().environment("CartPole-v1"), stop={"timesteps_total": 1e5})``.
-
-    Args:
-        run_or_experiment: name or class of the algorithm.
-        config: its config, or a mapping of settings, ``env`` among them.
-        stop: metrics and the values at which the trial ends, or a function of a result. Nested metrics are named as
-            ``env_runners/episode_return_mean``. None: the trial runs until it is interrupted by Ctrl-C.
-        storage_path: folder of the results (one JSON object per line) and of checkpoints.
-        checkpoint_freq: iterations between two checkpoints; 0: none.
-        checkpoint_at_end: write a checkpoint at the end, also after Ctrl-C.
-        restore: go on from this checkpoint.
-        verbose: 0 prints nothing, 1 one line per iteration.
-
-    Raises:
-        UsageError: wrong settings, an unknown metric, or checkpoints without a ``storage_path``.
-    """
-    algorithm_class = (
-        get_algorithm_class(run_or_experiment) if isinstance(run_or_experiment, str) else run_or_experiment
-    )
-    if (checkpoint_freq or checkpoint_at_end) and storage_path is None:
-        raise UsageError("tune.run: checkpoints need a storage_path")
-    _require_stop(stop)
-    trial = Trial(algorithm_class.__name__)
-    folder = Path(storage_path) if storage_path is not None else None
-    with algorithm_class(_config_for(algorithm_class, config)) as algorithm:
-        if restore is not None:
-            algorithm.restore(restore)
-        try:
-            while not _is_over(trial.last_result, stop):
-                trial.last_result = algorithm.train()
-                if verbose:
-                    print(_line(trial), flush=True)
-                if folder is not None:
-                    _record(trial.last_result, folder)
-                    if checkpoint_freq and algorithm.iteration % checkpoint_freq == 0:
-                        trial.checkpoint = algorithm.save(folder / CHECKPOINTS / f"{algorithm.iteration:06}")
-        except KeyboardInterrupt:
-            trial.interrupted = True
-        if folder is not None and checkpoint_at_end:
-            trial.checkpoint = algorithm.save(folder / CHECKPOINTS / f"{algorithm.iteration:06}")
-    return trial
+def shortened(value: Any) -> str:
+    """A value in few characters."""
+    text = f"{value:.4g}" if isinstance(value, float) else getattr(value, "__name__", None) or str(value)
+    return text if len(text) <= 40 else f"{text[:37]}…"
 
 
-def _config_for(algorithm_class: type[Algorithm], config: Any) -> AlgorithmConfig:
-    if not isinstance(config, AlgorithmConfig):
-        return algorithm_class.get_default_config().update_from_dict(config or {})
-    if not issubclass(algorithm_class, config.algorithm_class) and config.algorithm_class is not Algorithm:
-        name = type(config).__name__
-        raise UsageError(f"tune.run: {name} is for {config.algorithm_class.__name__}, not {algorithm_class.__name__}")
-    return config.copy()
-
-
-def _require_stop(stop: Stop) -> None:
+def require_stop(stop: Stop) -> None:
+    """Raise `UsageError` unless the criteria have the right form."""
     if stop is None or callable(stop):
         return
     if not isinstance(stop, Mapping):
@@ -104,41 +95,108 @@ def _require_stop(stop: Stop) -> None:
             raise UsageError(f"tune.run(stop=…): {name!r} has a number, not {value!r}")
 
 
-def _is_over(result: ResultDict, stop: Stop) -> bool:
+def is_over(result: ResultDict, stop: Stop) -> bool:
+    """True if a criterion is met.
+
+    Raises:
+        UsageError: the results have no metric of this name.
+    """
     if stop is None or not result:
         return False
     if callable(stop):
         return bool(stop(result))
-    flat = dict(_flat(result, ""))
-    for name, value in stop.items():
-        if name not in flat:
-            near = difflib.get_close_matches(name, flat, n=1)
-            hint = f" Did you mean {near[0]!r}?" if near else f" There is {', '.join(sorted(flat))}."
-            raise UsageError(f"tune.run(stop=…): the results have no metric {name!r}.{hint}")
-        if flat[name] >= value:
-            return True
-    return False
+    return any(metric_of(result, name, "stop") >= value for name, value in stop.items())
 
 
-def _flat(metrics: Mapping[str, Any], prefix: str) -> Any:
+def metric_of(result: ResultDict, name: str, argument: str) -> float:
+    """The number of a metric such as ``env_runners/episode_return_mean``.
+
+    Raises:
+        UsageError: there is no metric of this name; names the nearest one.
+    """
+    flat = dict(numbers_of(result))
+    if name not in flat:
+        hint = did_you_mean(name, flat)
+        raise UsageError(f"tune.run({argument}=…): the results have no metric {name!r}.{hint}")
+    return float(flat[name])
+
+
+def numbers_of(metrics: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:
+    """The numbers within nested metrics, by names such as ``env_runners/episode_return_mean``."""
     for name, value in metrics.items():
         if isinstance(value, Mapping):
-            yield from _flat(value, f"{prefix}{name}/")
+            yield from numbers_of(value, f"{prefix}{name}/")
         elif isinstance(value, int | float):
             yield f"{prefix}{name}", value
 
 
-def _record(result: ResultDict, folder: Path) -> None:
-    """Append a result as a line of JSON; NaN, which JSON has not, becomes null."""
-    folder.mkdir(parents=True, exist_ok=True)
-    row = {name: value if math.isfinite(value) else None for name, value in _flat(result, "")}
-    with (folder / RESULTS).open("a") as file:
-        file.write(json.dumps(row) + "\n")
+class TrialFiles:
+    """The files of a trial: ``results.jsonl``, ``tensorboard/`` and ``checkpoints/``."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._events = EventFile(folder / EVENTS)
+
+    def checkpoint(self, iteration: int) -> Path:
+        """The folder of the checkpoint of an iteration."""
+        return self.folder / CHECKPOINTS / f"{iteration:06}"
+
+    def begin(self, iteration: int) -> None:
+        """Drop the results of later iterations, which a restored training computes again."""
+        rows = read_results(self.folder)
+        kept = [row for row in rows if (row.get("training_iteration") or 0) <= iteration]
+        if len(kept) == len(rows):
+            return
+        text = "".join(json.dumps(row) + "\n" for row in kept)
+        (self.folder / RESULTS).write_text(text)
+        self._events.expect_replay(max(int(row["timesteps_total"] or 0) for row in rows), at=clock.epoch())
+
+    def add(self, result: ResultDict) -> None:
+        """Append a result as a line of JSON, with null for NaN, and as scalars of TensorBoard."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        (self.folder / EVENTS).mkdir(exist_ok=True)
+        row = {name: value if math.isfinite(value) else None for name, value in numbers_of(result)}
+        with (self.folder / RESULTS).open("a") as file:
+            file.write(json.dumps(row) + "\n")
+        scalars = {name: float(value) for name, value in row.items() if value is not None and name[:5] != "info/"}
+        self._events.add_scalars(scalars, step=int(result["timesteps_total"]), at=clock.epoch())
+
+    def close(self) -> None:
+        """Close the event file, and draw the learning curves."""
+        self._events.close()
+        from rlmesh.tune.curves import CURVES, draw_curves
+
+        draw_curves(self.folder / CURVES, {"": read_results(self.folder)})
 
 
-def _line(trial: Trial) -> str:
-    result = trial.last_result
-    mean = result["env_runners"]["episode_return_mean"]
-    returns = "no episode has ended" if math.isnan(mean) else f"mean return {mean:.1f}"
-    steps, iteration = result["timesteps_total"], result["training_iteration"]
-    return f"{trial.algorithm} {iteration}: {steps} steps, {returns}, {result['time_total_s']:.1f} s"
+def read_results(folder: Path) -> list[dict[str, Any]]:
+    """The results in a folder, one dict of numbers each. A last line that was cut off is left out."""
+    try:
+        lines = (folder / RESULTS).read_text().splitlines()
+    except FileNotFoundError:
+        return []
+    rows = []
+    for line in lines:
+        try:
+            rows.append(json.loads(line))
+        except ValueError:
+            break
+    return rows
+
+
+def nested(row: Mapping[str, Any]) -> ResultDict:
+    """A result of which ``results.jsonl`` has the numbers."""
+    result = ResultDict()
+    for name, value in row.items():
+        *parents, last = name.split("/")
+        inner: dict[str, Any] = result
+        for parent in parents:
+            inner = inner.setdefault(parent, {})
+        inner[last] = math.nan if value is None else value
+    return result
+
+
+def write_state(path: Path, state: Mapping[str, Any]) -> None:
+    """Write JSON as a whole or not at all."""
+    os.makedirs(path.parent, exist_ok=True)
+    private_files.write_whole(path, json.dumps(state, indent=1) + "\n")

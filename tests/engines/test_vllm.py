@@ -7,6 +7,7 @@ import os
 import signal
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -96,6 +97,35 @@ def test_a_push_reaches_two_engines_or_none(
         sync_mesh.close()
         for engine in engines:
             engine.close()
+
+
+@with_vllm
+@pytest.mark.case("O17")
+def test_responses_go_on_across_the_pushes_of_a_weight_sync(tmp_path: Path, sync_mesh: WeightMesh) -> None:
+    """Two pushes by real channels while responses are under way: each token has the version that sampled it."""
+    models = {version: tiny(version) for version in range(3)}
+    engine = engine_of("async", save(models[0], tmp_path / "model"), version=0)
+    sync_mesh.add_sink(engine.sink, 0)
+    trained = tiny(1)
+    try:
+        sync = sync_mesh.sync(ModuleSource(trained), bucket_bytes=1 << 18)
+        futures = [engine.submit([5, 6, 7, number], replace(LONG, seed=number)) for number in range(8, 16)]
+        for version in (1, 2):
+            begun = sum(each.tokens for each in list(engine._stretches.values()))
+            until(lambda begun=begun: sum(each.tokens for each in list(engine._stretches.values())) > begun + 80)
+            trained.load_state_dict(models[version].state_dict())
+            sync.push(version).result(60)
+        samples = [future.result(60) for future in futures]
+        assert max(len(sample.version_spans) for sample in samples) == 3
+        for sample in samples:
+            assert sample.finish_reason in ("stop", "length")
+            tokens, first = [*sample.prompt_token_ids, *sample.token_ids], len(sample.prompt_token_ids) - 1
+            for version, start, end in sample.version_spans:
+                plain = log_probs_of(models[version], [tokens])[0]
+                assert largest_gap([sample.log_probs[start:end]], [plain[first + start : first + end]]) < GAP
+    finally:
+        sync_mesh.close()
+        engine.close()
 
 
 @with_vllm

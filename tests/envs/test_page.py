@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 def test_the_blocks_of_the_page_run(tmp_path: Path) -> None:
     page = (ROOT / "docs" / "environments.md").read_text()
     blocks = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
-    assert len(blocks) == 10
+    assert len(blocks) >= 12
     program = "\n".join(blocks).replace("\n", "\n    ")
     (tmp_path / "page.py").write_text(f'if __name__ == "__main__":\n    {program}\n')
     done = run(tmp_path / "page.py", tmp_path)
@@ -38,8 +38,8 @@ def test_the_example_learns(tmp_path: Path) -> None:
     assert float(done.stdout.split()[-1]) > 400
 
 
-def run(program: Path, folder: Path) -> subprocess.CompletedProcess[str]:
+def run(program: Path, folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, program], cwd=folder, capture_output=True, text=True, timeout=PROGRAM_S, check=False,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        [sys.executable, program, *arguments], cwd=folder, capture_output=True, text=True, timeout=PROGRAM_S,
+        check=False, env={**os.environ, "OMP_NUM_THREADS": "1"},
     )  # fmt: skip

@@ -62,6 +62,7 @@ def test_values_are_masked_by_their_names() -> None:
         ("{'Authorization': 'Basic YWJj', 'x': 1}", "{'Authorization': 'Basic ***', 'x': 1}"),
         ("client_secret='abc', n=3", "client_secret='***', n=3"),
         ("logged in with hf_abcdefghijklmnopqrstuv", "logged in with ***"),
+        ("logged in with github_pat_abcdefghijklmnopqrstuv", "logged in with ***"),
         ("password: hunter2", "password: ***"),
     ],
 )
@@ -76,6 +77,7 @@ def test_secrets_in_texts_are_masked(text: str, becomes: str) -> None:
         "max_tokens=512, tokens: 12 of 13", "tokenizer=gpt2", "http://host:8000/path", "the token is invalid",
         "ACTOR:0 (pid 71 on box) was killed by SIGKILL", "File \"/a/keys.py\", line 3 in get_key", "ssh://git@host/x",
         "step 3: reward_mean 0.5", "KeyError: 'lr'", "tcp://10.0.0.1:4000",
+        "ROLLOUT:0: model.embed_tokens.weight: the source has float32", "ended by signal 9",
     ],
 )  # fmt: skip
 def test_other_texts_stay(text: str) -> None:

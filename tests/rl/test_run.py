@@ -365,6 +365,15 @@ def test_sampling_options_reach_the_engine_and_the_ratios(tiny: Path, tmp_path: 
         assert one["reward_mean"] == 1.0 and one["log_prob_gap"] < 1e-5
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_engines_in_half_precision_sample_with_the_weights_of_the_actor(tiny: Path, tmp_path: Path, dtype: Any) -> None:
+    """The gap between the log-probabilities of both is that of rounding: neither 0 nor that of other weights."""
+    rollout = RolloutSettings(max_tokens=6, dtype=dtype)
+    run = small(tiny, rollout=rollout, actor=ActorSettings(lr=1e-2), steps=3)
+    steps = reported(run.here(run_dir=tmp_path / "run").run_dir)
+    assert all(1e-5 < one["log_prob_gap"] < 0.05 for one in steps.values())
+
+
 def test_without_stop_texts_responses_go_on(tiny: Path, tmp_path: Path) -> None:
     run = small(tiny, rollout=RolloutSettings(max_tokens=6), rewards=[ends_at_a], steps=1)
     assert reported(run.here(run_dir=tmp_path / "run").run_dir)[1]["reward_mean"] < 1.0

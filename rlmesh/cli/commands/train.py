@@ -14,6 +14,11 @@ from rlmesh.driver.failure_report import failure_lines
 from rlmesh.errors import JobFailed, JobStopped, UsageError
 from rlmesh.observe.views.safe_text import shown
 
+OF_TRIALS = (
+    "num_samples", "metric", "mode", "max_concurrent_trials", "resume", "restore", "checkpoint_freq",
+    "checkpoint_at_end",
+)  # fmt: skip
+"""Options that are arguments of `rlmesh.tune.run`."""
 INTERRUPTED = 130
 """Exit code after Ctrl-C, as shells have it."""
 DESCRIPTION = """Train a language model, or with --run an agent in an environment. CONFIG is a YAML or JSON file with
@@ -57,6 +62,23 @@ def add_to(commands: Any) -> None:
         "--stop", dest="stop_at", metavar="JSON",
         help='metrics that end the training: \'{"training_iteration": 10}\' (default: until Ctrl-C)',
     )  # fmt: skip
+    environments.add_argument(
+        "--num-samples", metavar="N", type=int,
+        help='trials of a search; --config \'{"lr": {"grid_search": [1e-3, 1e-4]}}\' is one, too',
+    )  # fmt: skip
+    environments.add_argument(
+        "--metric", metavar="NAME", help="what the best trial is chosen by (default: mean return)"
+    )
+    environments.add_argument("--mode", choices=("max", "min"), help="the best value of the metric (default: max)")
+    environments.add_argument(
+        "--max-concurrent-trials", metavar="N", type=int, help="trials at once (default: by cores)"
+    )
+    environments.add_argument("--resume", action="store_true", help="go on with the search in --run-dir")
+    environments.add_argument("--restore", metavar="CHECKPOINT", type=Path, help="go on from this checkpoint")
+    environments.add_argument("--checkpoint-freq", metavar="N", type=int, help="iterations between two checkpoints")
+    environments.add_argument(
+        "--checkpoint-at-end", action="store_true", help="write a checkpoint at the end, also after Ctrl-C"
+    )
     parser.set_defaults(run=as_command("train", run))
 
 
@@ -73,7 +95,8 @@ def run(options: argparse.Namespace) -> int:
 def _run(options: argparse.Namespace) -> int:
     if options.algorithm:
         return _train_agent(options)
-    only = {"--env": options.environment, "--config": options.algorithm_config, "--stop": options.stop_at}
+    only = {"--env": options.environment, "--config": options.algorithm_config, "--stop": options.stop_at,
+            **{f"--{name.replace('_', '-')}": getattr(options, name) for name in OF_TRIALS}}  # fmt: skip
     if given := [flag for flag, value in only.items() if value]:
         raise UsageError(f"{', '.join(given)}: for agents in environments; name an algorithm by --run")
     if options.settings is None:
@@ -127,6 +150,7 @@ def _train_agent(options: argparse.Namespace) -> int:
     try:
         import gymnasium as gymnasium
 
+        from rlmesh.tune import TrialsFailed
         from rlmesh.tune import run as run_trial
     except ImportError as error:
         raise UsageError(f"{error}; pip install 'rlmesh[envs]'") from error
@@ -135,8 +159,13 @@ def _train_agent(options: argparse.Namespace) -> int:
     if options.environment:
         settings["env"] = options.environment
     stop = _json_object("--stop", options.stop_at) or None
-    trial = run_trial(options.algorithm, config=settings, stop=stop, storage_path=options.run_dir)
-    return INTERRUPTED if trial.interrupted else 0
+    further = {name: value for name in OF_TRIALS if (value := getattr(options, name)) not in (None, False)}
+    try:
+        found = run_trial(options.algorithm, config=settings, stop=stop, storage_path=options.run_dir, **further)
+    except TrialsFailed as error:
+        _say(f"rlmesh train: {error}", err=True)
+        return 1
+    return INTERRUPTED if found.interrupted else 0
 
 
 def _json_object(flag: str, text: str | None) -> dict[str, Any]:

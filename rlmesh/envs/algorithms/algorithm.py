@@ -61,7 +61,7 @@ class Algorithm:
         """Make the runners and learners; a subclass that overrides this method calls it first."""
         self.env_runner_group = EnvRunnerGroup(
             **self._runner_arguments(config), num_env_runners=config["num_env_runners"],
-            max_restarts=config["max_env_runner_restarts"] if config["restart_failed_env_runners"] else 0,
+            max_restarts=restarts_of(config),
         )  # fmt: skip
         self.learner_group = LearnerGroup(self.env_runner.policy_map)
 
@@ -70,11 +70,12 @@ class Algorithm:
         return {
             "policy_class": config.policy_class(), "env_creator": config["env"], "env_config": config["env_config"],
             "policy_config": config.policy_config(), "num_envs": config["num_envs_per_env_runner"],
-            "rollout_fragment_length": 200 if fragment == "auto" else fragment, "seed": config["seed"],
+            "seed": config["seed"],
             "new_obs": self.wants_new_obs, "infos": False, "explore": config["explore"],
             "restart_failed_sub_environments": config["restart_failed_sub_environments"],
             "vectorize_mode": config["vectorize_mode"], "sample_timeout_s": config["sample_timeout_s"],
             "connectors": config["connectors"],
+            **({} if fragment == "auto" else {"rollout_fragment_length": fragment}),
         }  # fmt: skip
 
     wants_new_obs = False
@@ -159,7 +160,7 @@ class Algorithm:
             arguments["policy_config"] = {**arguments["policy_config"], "estimate_advantages": None}
             arguments["learn_connectors"] = False
             number = config["evaluation_num_env_runners"]
-            self._evaluation = EnvRunnerGroup(**arguments, num_env_runners=number)
+            self._evaluation = EnvRunnerGroup(**arguments, num_env_runners=number, max_restarts=restarts_of(config))
         self._evaluation.local_env_runner.set_weights(self.env_runner.get_weights())
         self._evaluation.sync_weights()
         amount, episodes = config["evaluation_duration"], config["evaluation_duration_unit"] == "episodes"
@@ -180,8 +181,17 @@ class Algorithm:
         """The `RLModule` of a policy."""
         return self.get_policy(module_id).module  # type: ignore[attr-defined]
 
-    def compute_single_action(self, observation: Any, *, explore: bool | None = None) -> Any:
-        """The action for one observation of the environment."""
+    def compute_single_action(self, observation: Any, state: Any = None, *, explore: bool | None = None) -> Any:
+        """The action for one observation of the environment.
+
+        Args:
+            state: of a recurrent policy, before this observation: a dict of arrays, as the last call returned it; None
+                at the start of an episode.
+            explore: None: the setting ``explore``.
+
+        Returns:
+            The action; of a recurrent policy ``(action, state, {})`` with the state after the observation.
+        """
         import numpy as np
 
         rows = self.env_runner._vector.rows
@@ -190,8 +200,11 @@ class Algorithm:
         chosen = self.config["explore"] if explore is None else explore
         policy = self.get_policy()
         row = self.env_runner.connectors.single(row)
-        action = policy.explorer(1, 1, explore=chosen).act(0, row)[0]
-        return action.item() if np.ndim(action) == 0 else action
+        explorer = policy.explorer(1, 1, explore=chosen)
+        explorer.go_on({name: np.array(each)[None] for name, each in (state or {}).items()})
+        action = explorer.act(0, row)[0]
+        action = action.item() if np.ndim(action) == 0 else action
+        return (action, explorer.state_of(0), {}) if policy.is_recurrent() else action
 
     def get_weights(self, policies: Any = None) -> dict[str, Any]:
         """Weights by policy id."""
@@ -266,3 +279,8 @@ class Algorithm:
 
     def __exit__(self, *_: object) -> None:
         self.stop()
+
+
+def restarts_of(config: AlgorithmConfig) -> int:
+    """The number of restarts of remote runners that the settings allow."""
+    return int(config["max_env_runner_restarts"]) if config["restart_failed_env_runners"] else 0

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from rlmesh.envs.algorithms.settings import ALIASES, NOT_THERE, SECTIONS, problems_of
 from rlmesh.envs.environments.registry import did_you_mean, env_creator_of
+from rlmesh.envs.external.spec import external_problems
 from rlmesh.errors import UsageError
 
 if TYPE_CHECKING:
@@ -184,7 +185,7 @@ class AlgorithmConfig:
 
     def problems(self) -> list[str]:
         """The faults of the settings; a subclass appends those of its own."""
-        found = problems_of(self._values)
+        found = [*problems_of(self._values), *external_problems(self._values)]
         if self._values["env"] is None:
             found.append("environment(…): name an environment")
         else:

@@ -12,7 +12,7 @@ from rlmesh.envs.algorithms.algorithm_config import AlgorithmConfig
 from rlmesh.envs.algorithms.results import ResultDict
 from rlmesh.envs.batches import columns
 from rlmesh.envs.environments.registry import did_you_mean
-from rlmesh.envs.replay import PrioritizedReplayBuffer, ReplayBuffer
+from rlmesh.envs.replay import PrioritizedReplayBuffer, ReplayBuffer, SequenceReplayBuffer
 from rlmesh.envs.runners.env_runner import DEFAULT_POLICY
 
 if TYPE_CHECKING:
@@ -22,9 +22,16 @@ __all__ = ["OffPolicy", "OffPolicyConfig"]
 
 BUFFERS: dict[str, type[ReplayBuffer]] = {
     "ReplayBuffer": ReplayBuffer, "PrioritizedReplayBuffer": PrioritizedReplayBuffer,
+    "SequenceReplayBuffer": SequenceReplayBuffer,
 }  # fmt: skip
-BUFFER_KEYS = {"type": None, "capacity": 100_000, "alpha": 0.6, "beta": 0.4, "eps": 1e-6}
-OF_PRIORITIES = ("alpha", "beta", "eps")
+BUFFER_KEYS = {"type": None, "capacity": 100_000, "alpha": 0.6, "beta": 0.4, "eps": 1e-6, "replay_burn_in": 0}
+OF_TYPES = {
+    **dict.fromkeys(("alpha", "beta", "eps"), "PrioritizedReplayBuffer"), "replay_burn_in": "SequenceReplayBuffer",
+}  # fmt: skip
+"""Keys that belong to one type of buffer."""
+SEQUENCES = "SequenceReplayBuffer"
+UNUSED = ("num_epochs", "minibatch_size")
+"""Settings of batches that are used several times."""
 
 
 class OffPolicyConfig(AlgorithmConfig):
@@ -32,7 +39,9 @@ class OffPolicyConfig(AlgorithmConfig):
 
     ============================================  ====================================================================
     ``replay_buffer_config``                      ``type`` (``"ReplayBuffer"`` or ``"PrioritizedReplayBuffer"``),
-                                                  ``capacity`` in steps; with priorities ``alpha``, ``beta``, ``eps``
+                                                  ``capacity`` in steps; with priorities ``alpha``, ``beta``, ``eps``;
+                                                  for DQN with ``use_lstm`` ``"SequenceReplayBuffer"``, with
+                                                  ``replay_burn_in``, the steps before the ``max_seq_len`` learnt ones
     ``n_step``                                    steps of a transition
     ``num_steps_sampled_before_learning_starts``  steps of environments before the first update
     ``training_intensity``                        replayed rows per sampled step; None: one update per training step
@@ -57,7 +66,7 @@ class OffPolicyConfig(AlgorithmConfig):
 
     def problems(self) -> list[str]:
         values, found = self._values, super().problems()
-        found += buffer_problems(values["replay_buffer_config"])
+        found += buffer_problems(values["replay_buffer_config"]) + self._sequence_problems()
         for name, least in (("n_step", 1), ("num_steps_sampled_before_learning_starts", 0)):
             if type(values[name]) is not int or values[name] < least:
                 found.append(f"{name}: a whole number of at least {least}, not {values[name]!r}")
@@ -66,7 +75,20 @@ class OffPolicyConfig(AlgorithmConfig):
             found.append(f"training_intensity: a number above 0, or None, not {intensity!r}")
         if values["rollout_fragment_length"] == "auto":
             found.append("rollout_fragment_length: a whole number, since the batch is not sampled but replayed")
+        found += [f"{name}: each replayed batch is used once; leave it out" for name in UNUSED if self._changed(name)]
         return found
+
+    def _sequence_problems(self) -> list[str]:
+        if not self._replays_sequences():
+            return []
+        return [f"replay_buffer_config: the type {SEQUENCES!r} is for DQN with use_lstm"]
+
+    def _replays_sequences(self) -> bool:
+        config = self._values["replay_buffer_config"]
+        return isinstance(config, Mapping) and config.get("type") == SEQUENCES
+
+    def _changed(self, name: str) -> bool:
+        return bool(self._values[name] != type(self)()._values[name])
 
 
 def buffer_problems(config: Any) -> list[str]:
@@ -81,8 +103,14 @@ def buffer_problems(config: Any) -> list[str]:
     kind = config.get("type", "ReplayBuffer")
     if kind not in BUFFERS:
         return [*found, f"replay_buffer_config: there is no type {kind!r}.{did_you_mean(str(kind), BUFFERS)}"]
-    if kind == "ReplayBuffer" and (more := [key for key in OF_PRIORITIES if key in config]):
-        found.append(f"replay_buffer_config: {more[0]} belongs to the type 'PrioritizedReplayBuffer'")
+    found += [
+        f"replay_buffer_config: {key} belongs to the type {of_type!r}"
+        for key, of_type in OF_TYPES.items()
+        if key in config and kind != of_type
+    ]
+    burn_in = config.get("replay_burn_in", 0)
+    if type(burn_in) is not int or burn_in < 0:
+        found.append(f"replay_buffer_config: replay_burn_in: a whole number of at least 0, not {burn_in!r}")
     return found
 
 
@@ -100,24 +128,29 @@ class OffPolicy(Algorithm):
         super().setup(config)
         given = {**BUFFER_KEYS, **config["replay_buffer_config"]}
         kind = BUFFERS[given["type"] or "ReplayBuffer"]
-        prioritized = kind is PrioritizedReplayBuffer
-        self.replay = kind(
-            given["capacity"], seed=config["seed"], n_step=config["n_step"], gamma=config["gamma"],
-            **({key: given[key] for key in OF_PRIORITIES} if prioritized else {}),
-        )  # fmt: skip
+        states = [f"{columns.STATE_IN}_{name}" for name in self.get_policy().get_initial_state()]
+        self._drawn = config["train_batch_size"]
+        options: dict[str, Any] = {"n_step": config["n_step"], "gamma": config["gamma"]}
+        if kind is PrioritizedReplayBuffer:
+            options |= {key: given[key] for key in ("alpha", "beta", "eps")}
+        elif kind is SequenceReplayBuffer:
+            length = self.get_module().model_config["max_seq_len"]
+            options = {"length": length, "burn_in": given["replay_burn_in"], "state_columns": tuple(states)}
+            self._drawn = -(-config["train_batch_size"] // length)  # sequences
+        self.replay = kind(given["capacity"], seed=config["seed"], **options)
         self.env_steps_sampled = 0
         self._due = 0.0
         needed = (columns.OBS, columns.NEW_OBS, columns.ACTIONS, columns.REWARDS, columns.TERMINATEDS)
-        edges = (columns.TRUNCATEDS, columns.EPS_ID, columns.T) if config["n_step"] > 1 else ()
-        self._stored = (*needed, *edges)
+        edges = (columns.TRUNCATEDS, columns.EPS_ID, columns.T) if config["n_step"] > 1 or states else ()
+        self._stored = (*needed, *edges, *states)
         runners = max(1, config["num_env_runners"])
         self._steps = config["rollout_fragment_length"] * self._num_envs(config) * runners
         self.learner.prepare_exploration(0)
         self.env_runner_group.sync_weights()  # the runners got their weights before exploration was set
 
     def _num_envs(self, config: AlgorithmConfig) -> int:
-        number = self.env_runner.num_envs if not config["num_env_runners"] else config["num_envs_per_env_runner"]
-        return int(number)
+        local = self.env_runner.num_envs  # beside remote runners: 1, unless it is a vector environment
+        return int(local if local > 1 or not config["num_env_runners"] else config["num_envs_per_env_runner"])
 
     @property
     def learner(self) -> Any:
@@ -153,7 +186,7 @@ class OffPolicy(Algorithm):
     def _updated(self, updates: int) -> dict[str, Any]:
         stats: dict[str, Any] = {}
         for _ in range(updates):
-            batch = self.replay.sample(self.config["train_batch_size"])
+            batch = self.replay.sample(self._drawn)
             stats = self.learner.update(batch)
             if isinstance(self.replay, PrioritizedReplayBuffer):
                 self.replay.update_priorities(batch["batch_indexes"], np.abs(self.learner.td_errors))

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from rlmesh.envs.algorithms.algorithm import Algorithm
 from rlmesh.envs.algorithms.algorithm_config import AlgorithmConfig
+from rlmesh.envs.learners.schedule import schedule_problem
 
 if TYPE_CHECKING:
     from rlmesh.envs.learners.learner import Learner
@@ -19,7 +21,7 @@ class PGConfig(AlgorithmConfig):
     =========================  ==============================================================
     ``lambda_``                decay of the advantages; 1: returns minus the baseline
     ``vf_loss_coeff``          weight of the squared error of the values, which are the baseline
-    ``entropy_coeff``          weight of the entropy
+    ``entropy_coeff``          weight of the entropy; a number or a schedule
     ``standardize_advantages`` advantages of each update get mean 0 and standard deviation 1
     =========================  ==============================================================
     """
@@ -35,6 +37,15 @@ class PGConfig(AlgorithmConfig):
         from rlmesh.envs.learners.policy_gradient import ActorCriticLearner
 
         return ActorCriticLearner
+
+    def problems(self) -> list[str]:
+        return super().problems() + entropy_problems(self._values)
+
+
+def entropy_problems(values: Mapping[str, Any]) -> list[str]:
+    """The fault of ``entropy_coeff``, if it has one."""
+    problem = schedule_problem("entropy_coeff", values["entropy_coeff"])
+    return [problem] if problem else []
 
 
 class A2CConfig(PGConfig):

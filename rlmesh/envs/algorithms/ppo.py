@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from rlmesh.envs.algorithms.algorithm import Algorithm
 from rlmesh.envs.algorithms.algorithm_config import AlgorithmConfig
+from rlmesh.envs.algorithms.pg import entropy_problems
 
 if TYPE_CHECKING:
     from rlmesh.envs.learners.learner import Learner
@@ -21,7 +22,7 @@ class PPOConfig(AlgorithmConfig):
     ``clip_param``             half the width of the interval around ratio 1; a number or a schedule
     ``vf_loss_coeff``          weight of the squared error of the values
     ``vf_clip_param``          largest squared error of a value that counts; None: no limit
-    ``entropy_coeff``          weight of the entropy
+    ``entropy_coeff``          weight of the entropy; a number or a schedule
     ``kl_coeff``               weight of the divergence from the sampling policy at the start; 0: none
     ``kl_target``              divergence that ``kl_coeff`` is adapted to
     ``standardize_advantages`` advantages of each minibatch get mean 0 and standard deviation 1
@@ -47,7 +48,10 @@ class PPOConfig(AlgorithmConfig):
         size, batch = self._values["minibatch_size"], self._values["train_batch_size"]
         if type(size) is int and type(batch) is int and size > batch:
             found.append(f"minibatch_size={size} is larger than train_batch_size={batch}")
-        return found
+        most = self._values["vf_clip_param"]
+        if most is not None and not (isinstance(most, int | float) and most > 0):
+            found.append(f"vf_clip_param: a number above 0, or None, not {most!r}")
+        return found + entropy_problems(self._values)
 
 
 class PPO(Algorithm):

@@ -65,6 +65,10 @@ _COUNTS = (
 )  # fmt: skip
 _COUNTS_OR_NONE = ("minibatch_size", "evaluation_interval", "torch_threads")
 _UNITS = ("episodes", "timesteps")
+_OF_EVALUATION = {
+    *SECTIONS["environment"], *SECTIONS["env_runners"], *SECTIONS["fault_tolerance"], "seed",
+} - {"disable_env_checking", "num_env_runners", "rollout_fragment_length"}  # fmt: skip
+"""Settings that ``evaluation_config`` may change: those of environments and of the runners that step them."""
 
 
 def problems_of(values: Mapping[str, Any]) -> list[str]:
@@ -76,8 +80,16 @@ def problems_of(values: Mapping[str, Any]) -> list[str]:
     found += [_number(values, name, 0, 1) for name in ("gamma", "lambda_") if name in values]
     found += [schedule_problem(name, values[name]) for name in ("lr", "clip_param") if name in values]
     found += [_number(values, n, 1e-30, None) for n in ("grad_clip", "sample_timeout_s") if values[n] is not None]
+    found += [
+        f"{name}: a number of at least 0, not {values[name]!r}"
+        for name in ("vf_loss_coeff", "kl_coeff", "kl_target")
+        if name in values and not _is_weight(values[name])
+    ]
     dicts = ("env_config", "model", "model_config", "evaluation_config")
     found += [f"{n}: a dict, not {values[n]!r}" for n in dicts if not isinstance(values[n], Mapping)]
+    for name in values["evaluation_config"] if isinstance(values["evaluation_config"], Mapping) else ():
+        if ALIASES.get(name, name) not in _OF_EVALUATION:
+            found.append(f"evaluation_config: {name!r} changes nothing there.{did_you_mean(name, _OF_EVALUATION)}")
     if values["evaluation_duration_unit"] not in _UNITS:
         hint = did_you_mean(str(values["evaluation_duration_unit"]), _UNITS)
         found.append(f"evaluation_duration_unit: there is no {values['evaluation_duration_unit']!r}.{hint}")
@@ -97,6 +109,10 @@ def _count(values: Mapping[str, Any], name: str, least: int) -> str | None:
     if type(values[name]) is int and values[name] >= least:
         return None
     return f"{name}: a whole number of at least {least}, not {values[name]!r}"
+
+
+def _is_weight(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and value >= 0
 
 
 def _number(values: Mapping[str, Any], name: str, least: float, most: float | None) -> str | None:

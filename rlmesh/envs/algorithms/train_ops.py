@@ -24,17 +24,24 @@ def synchronous_parallel_sample(
 
     Args:
         worker_set: the group. Its remote runners sample, or, if there are none, its local one.
-        max_env_steps: steps of environments in total, rounded up so that each environment makes the same number.
-            Without it, one fragment of each runner.
+        max_env_steps: steps of environments in total, rounded up so that each environment makes the same number; if
+            the group was given a ``rollout_fragment_length``, to whole fragments of it, each of which has returns of
+            its own. Without ``max_env_steps``, one fragment of each runner.
         max_agent_steps: the same, where one agent acts per step.
-        concat: False returns a list with one batch per runner.
+        concat: False returns a list with one batch per runner and fragment.
 
     Returns:
         A `MultiAgentBatch`, with the steps of ``default_policy``. The statistics of its episodes are kept by the group.
     """
     if max_env_steps is not None and max_agent_steps is not None:
         raise UsageError("synchronous_parallel_sample: give max_env_steps or max_agent_steps, not both")
-    batches = worker_set.sample_all(num_steps=max_env_steps if max_env_steps is not None else max_agent_steps)
+    steps = max_env_steps if max_env_steps is not None else max_agent_steps
+    batches: list[Any] = []
+    if steps is None or worker_set.fragment_length is None:
+        batches = worker_set.sample_all(num_steps=steps)
+    else:
+        while sum(batch.env_steps() for batch in batches) < steps:
+            batches += worker_set.sample_all()
     if not concat:
         return [batch.as_multi_agent() for batch in batches]
     return SampleBatch.concat_samples(batches).as_multi_agent()

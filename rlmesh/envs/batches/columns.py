@@ -11,10 +11,13 @@ __all__ = [
     "ENV_REWARDS",
     "EPS_ID",
     "INFOS",
+    "MASK",
     "NEW_OBS",
     "NEXT_VALUES",
     "OBS",
     "REWARDS",
+    "STATE_IN",
+    "STATE_OUT",
     "TERMINATEDS",
     "TRUNCATEDS",
     "VALUE_TARGETS",
@@ -42,3 +45,9 @@ NEXT_VALUES = "next_values"
 """The value of the observation after a step: 0 after a terminal step, the final observation's after a truncated one."""
 ADVANTAGES = "advantages"
 VALUE_TARGETS = "value_targets"
+STATE_IN = "state_in"
+"""States of a recurrent policy before each step: in forward passes a dict; in batches the columns ``state_in_…``."""
+STATE_OUT = "state_out"
+"""States after the last step of a forward pass, a dict. No column of a batch."""
+MASK = "mask"
+"""True where padded sequences have a step."""

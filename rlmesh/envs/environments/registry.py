@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import difflib
+import importlib.util
 import inspect
 from collections.abc import Callable, Iterable, Mapping
+from importlib import import_module
 from typing import Any
 
 from rlmesh.errors import UsageError
@@ -15,6 +17,8 @@ EnvCreator = Callable[["EnvContext"], Any]
 """A function from an `EnvContext` to a Gymnasium environment or vector environment."""
 
 _REGISTERED: dict[str, EnvCreator] = {}
+_PACKAGES = {"ALE": ("ale_py", "rlmesh[atari]")}
+"""Packages that register the ids of a namespace with Gymnasium when they are imported, and what installs them."""
 
 
 class EnvContext(dict[str, Any]):
@@ -66,8 +70,10 @@ def env_creator_of(env: str | type | EnvCreator) -> EnvCreator:
     if isinstance(env, str):
         if env in _REGISTERED:
             return _REGISTERED[env]
+        creator = _GymnasiumId(env)
+        creator.register()
         _require_id(env)
-        return _GymnasiumId(env)
+        return creator
     if isinstance(env, type):
         return _OfClass(env)
     if callable(env):
@@ -84,7 +90,26 @@ class _GymnasiumId:
     def __call__(self, context: EnvContext) -> Any:
         import gymnasium
 
+        self.register()
+        if self.env_id not in gymnasium.registry and _is_of_envpool(self.env_id):
+            raise UsageError(f"{self.env_id!r} is an environment of EnvPool: set env_runners(vectorize_mode='envpool')")
         return gymnasium.make(self.env_id, **{"disable_env_checker": True, **context})
+
+    def register(self) -> None:
+        """Let the package of this id register it, in this process.
+
+        Raises:
+            UsageError: the package is not installed.
+        """
+        import gymnasium
+
+        module, install = _PACKAGES.get(self.env_id.partition("/")[0], ("", ""))
+        if not module:
+            return
+        try:
+            gymnasium.register_envs(import_module(module))
+        except ModuleNotFoundError as error:
+            raise UsageError(f"the environment {self.env_id!r} needs {install} to be installed ({error})") from None
 
 
 class _OfClass:
@@ -95,7 +120,14 @@ class _OfClass:
         self.takes_config = bool(inspect.signature(cls).parameters)
 
     def __call__(self, context: EnvContext) -> Any:
-        return self.cls(context) if self.takes_config else self.cls()
+        if self.takes_config:
+            return self.cls(context)
+        if context:
+            raise UsageError(
+                f"env_config has {next(iter(context))!r}, and {self.cls.__name__} takes no argument: let its __init__ "
+                "take the configuration, or leave env_config out"
+            )
+        return self.cls()
 
 
 def _require_id(env_id: str) -> None:
@@ -104,11 +136,23 @@ def _require_id(env_id: str) -> None:
     try:
         gymnasium.spec(env_id)
     except (gymnasium.error.Error, ModuleNotFoundError) as error:
+        if _is_of_envpool(env_id):
+            return
         known = [*_REGISTERED, *map(str, gymnasium.registry)]
         hint = did_you_mean(env_id, known, listed=False)
         raise UsageError(
             f"there is no environment {env_id!r}: neither register_env nor Gymnasium knows the name ({error}).{hint}"
         ) from None
+
+
+def _is_of_envpool(env_id: str) -> bool:
+    """True if EnvPool is there and has this id; an installation that is broken has none."""
+    if importlib.util.find_spec("envpool") is None:
+        return False
+    try:
+        return env_id in import_module("envpool").list_all_envs()
+    except Exception:
+        return False
 
 
 def did_you_mean(name: str, valid: Iterable[str], *, listed: bool = True) -> str:

@@ -11,9 +11,11 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 
+from rlmesh.envs.batches import columns
 from rlmesh.envs.batches.sample_batch import SampleBatch
 from rlmesh.envs.learners.flat_adam import FlatAdam
 from rlmesh.envs.learners.schedule import scheduled
+from rlmesh.envs.learners.sequences import forward_sequences, sequences_of
 from rlmesh.envs.modules.rl_module import RLModule
 from rlmesh.errors import UsageError
 
@@ -21,6 +23,8 @@ __all__ = ["Learner", "threads"]
 
 SMALL = 1_000_000
 """Modules with fewer parameters, and without convolutions, are updated on one thread: more threads cost more."""
+MAX_SEQ_LEN = 20
+"""Longest sequence for modules with memory whose settings have no ``max_seq_len``."""
 DEFAULTS: dict[str, Any] = {
     "lr": 3e-4, "grad_clip": 0.5, "num_epochs": 1, "minibatch_size": None, "adam_epsilon": 1e-5,
 }  # fmt: skip
@@ -37,12 +41,16 @@ class Learner:
 
     Attributes:
         wants: columns that `loss` reads; they become tensors.
+        recurrent: True if the loss works for modules with memory too: it then calls `forward` instead of the module's
+            ``forward_train``.
         steps: rows that this learner was given so far, each counted once.
     """
 
     wants: ClassVar[tuple[str, ...]] = ()
+    recurrent: ClassVar[bool] = False
 
     def __init__(self, module: RLModule, config: Mapping[str, Any]) -> None:
+        self.require_fit(module)
         self.module = module
         self.config: dict[str, Any] = {**DEFAULTS, **config}
         self.steps = 0
@@ -53,6 +61,16 @@ class Learner:
         convolutions = any(isinstance(layer, torch.nn.Conv2d) for layer in module.modules())
         small = sum(p.numel() for p in self._parameters) < SMALL and not convolutions
         self._threads: int | None = self.config.get("torch_threads") or (1 if small else None)
+
+    @classmethod
+    def require_fit(cls, module: RLModule) -> None:
+        """Raise `UsageError` if the module has memory and the loss does not work with sequences."""
+        if module.is_stateful() and not cls.recurrent:
+            raise UsageError(
+                f"{cls.__name__} cannot train a module with memory, such as one with use_lstm or use_attention; PPO, "
+                "A2C and PG can, and DQN with use_lstm. A learner of your own needs recurrent = True, and calls "
+                "self.forward(batch) in its loss"
+            )
 
     def make_optimizer(self, parameters: list[torch.nn.Parameter]) -> FlatAdam | torch.optim.Optimizer:
         """The optimizer: Adam; a subclass may return one of torch's."""
@@ -65,9 +83,20 @@ class Learner:
         """The loss of a minibatch, and statistics: tensors without axes, averaged over the last epoch.
 
         Args:
-            batch: the columns that the learner `wants`, ``[rows, …]``.
+            batch: the columns that the learner `wants`, ``[rows, …]``; if the module has memory, sequences for
+                `forward`.
         """
         raise NotImplementedError(f"{type(self).__name__} has no loss")
+
+    def forward(self, batch: dict[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+        """The results of the module's ``forward_train``, and the batch that they belong to, both ``[rows, …]``.
+
+        If the module has memory, the batch that `loss` gets has sequences, ``[sequences, time, …]``. The results are
+        then those of their steps, without padding.
+        """
+        if columns.MASK in batch:
+            return forward_sequences(self.module, batch)
+        return self.module.forward_train(batch), batch
 
     def before_update(self) -> None:
         """Set what depends on `steps`, such as schedules, before an update."""
@@ -77,6 +106,8 @@ class Learner:
 
     def update(self, batch: SampleBatch) -> dict[str, float]:
         """Update the module with ``num_epochs`` passes over a batch, in minibatches of random rows.
+
+        Minibatches for a module with memory have sequences of at most ``max_seq_len`` steps (of ``model_config``).
 
         The minibatches of a pass have about the same size, ``minibatch_size`` at most, so that no last one has a row
         or two, whose standardised advantages would be noise.
@@ -90,8 +121,9 @@ class Learner:
         """
         tensors = self.tensors_of(batch)
         rows, config = len(batch), self.config
-        parts = -(-rows // (config["minibatch_size"] or rows))
-        bounds = [rows * i // parts for i in range(parts + 1)]
+        units = len(next(iter(tensors.values()), batch))  # rows, or sequences
+        parts = min(-(-rows // (config["minibatch_size"] or rows)), units)
+        bounds = [units * i // parts for i in range(parts + 1)]
         lr = scheduled(config["lr"], self.steps)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
@@ -99,7 +131,7 @@ class Learner:
         sums: dict[str, torch.Tensor] = {}
         with threads(self._threads), self.training(), self._kept_if_it_fails():
             for epoch in range(config["num_epochs"]):
-                order = torch.randperm(rows, generator=self.generator) if parts > 1 else None
+                order = torch.randperm(units, generator=self.generator) if parts > 1 else None
                 is_last = epoch == config["num_epochs"] - 1
                 for start, end in pairwise(bounds):
                     part = tensors
@@ -120,12 +152,15 @@ class Learner:
         return {**result, "curr_lr": lr}
 
     def tensors_of(self, batch: SampleBatch) -> dict[str, torch.Tensor]:
-        """The columns of a batch that `loss` reads, as tensors on the same memory."""
+        """The columns that `loss` reads, as tensors on the memory of the batch; sequences, if the module has memory."""
         if not len(batch):
             raise UsageError(f"{type(self).__name__}: the batch has no rows to learn from")
         lacks = [name for name in self.wants if name not in batch]
         if lacks:
             raise UsageError(f"{type(self).__name__} needs the column {lacks[0]!r}; the batch has {', '.join(batch)}")
+        if states := list(self.module.get_initial_state()):
+            longest = self.module.model_config.get("max_seq_len", MAX_SEQ_LEN)
+            return {k: torch.from_numpy(v) for k, v in sequences_of(batch, self.wants, states, longest).items()}
         return {name: torch.from_numpy(_writable(batch[name])) for name in self.wants}
 
     def _step(self, part: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -84,7 +84,7 @@ class OffPolicyLearner(Learner):
         with threads(self._threads), self.training():
             stats = self.step(tensors)
         self.updates += 1
-        self.steps += len(batch[columns.OBS])
+        self.steps += int(batch[columns.MASK].sum()) if columns.MASK in batch else len(batch[columns.OBS])
         return {**{name: float(value) for name, value in stats.items()}, "curr_lr": lr}
 
     def discounts(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:

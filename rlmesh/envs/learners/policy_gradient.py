@@ -19,18 +19,20 @@ class ActorCriticLearner(Learner):
     ``−log π(a|s)·A + c_v·(V(s) − target)² − c_e·H``
     """
 
+    recurrent: ClassVar = True
     wants: ClassVar = (columns.OBS, columns.ACTIONS, columns.ADVANTAGES, columns.VALUE_TARGETS)
 
     def loss(self, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         config, distribution = self.config, self.module.distribution
         assert distribution is not None
-        outputs = self.module.forward_train(batch)
+        outputs, batch = self.forward(batch)
         inputs = outputs[columns.ACTION_DIST_INPUTS]
         advantages = _advantages(batch, config)
         policy_loss = -(distribution.log_prob(inputs, batch[columns.ACTIONS]) * advantages).mean()
         vf_loss = (outputs[columns.VF_PREDS] - batch[columns.VALUE_TARGETS]).square().mean()
         entropy = distribution.entropy(inputs).mean()
-        loss = policy_loss + config["vf_loss_coeff"] * vf_loss - config["entropy_coeff"] * entropy
+        entropy_coeff = scheduled(config["entropy_coeff"], self.steps)
+        loss = policy_loss + config["vf_loss_coeff"] * vf_loss - entropy_coeff * entropy
         stats = {"policy_loss": policy_loss, "vf_loss": vf_loss, "entropy": entropy}
         return loss, {name: value.detach() for name, value in stats.items()}
 
@@ -42,6 +44,7 @@ class PPOLearner(Learner):
     policy is a part of the loss, and the coefficient follows ``kl_target`` (section 4 of the paper).
     """
 
+    recurrent: ClassVar = True
     wants: ClassVar = (
         columns.OBS, columns.ACTIONS, columns.ACTION_LOGP, columns.ACTION_DIST_INPUTS, columns.ADVANTAGES,
         columns.VALUE_TARGETS,
@@ -54,11 +57,12 @@ class PPOLearner(Learner):
 
     def before_update(self) -> None:
         self.clip = scheduled(self.config["clip_param"], self.steps)
+        self.entropy_coeff = scheduled(self.config["entropy_coeff"], self.steps)
 
     def loss(self, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         config, distribution = self.config, self.module.distribution
         assert distribution is not None
-        outputs = self.module.forward_train(batch)
+        outputs, batch = self.forward(batch)
         inputs = outputs[columns.ACTION_DIST_INPUTS]
         advantages = _advantages(batch, config)
         ratio = torch.exp(distribution.log_prob(inputs, batch[columns.ACTIONS]) - batch[columns.ACTION_LOGP])
@@ -67,8 +71,8 @@ class PPOLearner(Learner):
         vf_loss = (error if config["vf_clip_param"] is None else error.clamp(max=config["vf_clip_param"])).mean()
         loss = policy_loss + config["vf_loss_coeff"] * vf_loss
         entropy = distribution.entropy(inputs).mean()
-        if config["entropy_coeff"]:
-            loss = loss - config["entropy_coeff"] * entropy
+        if self.entropy_coeff:
+            loss = loss - self.entropy_coeff * entropy
         kl = distribution.kl(batch[columns.ACTION_DIST_INPUTS], inputs).mean()
         if self.kl_coeff:
             loss = loss + self.kl_coeff * kl

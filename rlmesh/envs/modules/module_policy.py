@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -12,7 +13,7 @@ from rlmesh.envs.batches import columns
 from rlmesh.envs.batches.estimates import fragment_gae
 from rlmesh.envs.batches.sample_batch import SampleBatch
 from rlmesh.envs.modules.numpy_forward import NumpyForward
-from rlmesh.envs.modules.policy import Explorer, Policy
+from rlmesh.envs.modules.policy import Explorer, Policy, States
 from rlmesh.envs.modules.rl_module import ActorCriticModule, RLModule
 
 if TYPE_CHECKING:
@@ -44,12 +45,17 @@ class ModulePolicy(Policy):
             self.module = module_class(observation_space, action_space, self.config.get("model_config"))
         self.module.requires_grad_(True)
         self.module.eval()  # learners switch to training for the time of an update
+        if (learner_class := self.config.get("learner_class")) is not None:
+            learner_class.require_fit(self.module)
         self._learner: Learner | None = None
 
     @property
     def model(self) -> RLModule:
         """The module, under the name of RLlib's older API."""
         return self.module
+
+    def get_initial_state(self) -> States:
+        return {name: state.detach().numpy() for name, state in self.module.get_initial_state().items()}
 
     @property
     def learner(self) -> Learner:
@@ -65,9 +71,10 @@ class ModulePolicy(Policy):
         self, obs_batch: np.ndarray, state_batches: Any = None, *, explore: bool = True, **more: Any
     ) -> tuple[np.ndarray, Any, dict[str, np.ndarray]]:
         explorer = self.explorer(1, len(obs_batch), explore=explore)
+        explorer.go_on(dict(state_batches or {}))
         actions = explorer.act(0, np.asarray(obs_batch))
         extra = {name: column[:, 0] for name, column in explorer.columns().items() if name != columns.ACTIONS}
-        return actions, state_batches, extra
+        return actions, explorer.states or state_batches, extra
 
     def learn_on_batch(self, batch: SampleBatch) -> dict[str, Any]:
         """Update the module with one batch; see the learner's ``update``."""
@@ -94,12 +101,19 @@ class ModulePolicy(Policy):
         return ModuleExplorer(self, steps, size, explore=explore)
 
     @torch.inference_mode()
-    def values_of(self, observations: np.ndarray) -> np.ndarray:
-        """Values of observations, ``[rows]``, float32."""
-        parts = [observations[i : i + VALUE_ROWS] for i in range(0, len(observations), VALUE_ROWS)]
-        each = [
-            self.module.compute_values({columns.OBS: torch.from_numpy(part)}).detach().float().numpy() for part in parts
-        ]
+    def values_of(self, observations: np.ndarray, states: States | None = None) -> np.ndarray:
+        """Values of observations, ``[rows]``, float32.
+
+        Args:
+            observations: ``[rows, …]``.
+            states: of a recurrent module, before these observations, each ``[rows, …]``.
+        """
+        each = []
+        for start in range(0, len(observations), VALUE_ROWS):
+            rows = slice(start, start + VALUE_ROWS)
+            batch = one_step(observations[rows], {name: state[rows] for name, state in (states or {}).items()})
+            values = self.module.compute_values(batch).detach().float().numpy()
+            each.append(values[:, 0] if states else values)
         return np.concatenate(each) if each else np.zeros(0, np.float32)
 
     @torch.inference_mode()
@@ -113,14 +127,26 @@ class ModulePolicy(Policy):
             return
         values = given.get(columns.VF_PREDS)
         if values is None:
-            values = self.values_of(fragment.flat(columns.OBS)).reshape(fragment.size, fragment.steps)
-        next_values = fragment.next_values(values, self.values_of)
+            before = {name: fragment.flat(f"{columns.STATE_IN}_{name}") for name in fragment.states}
+            values = self._values_at(fragment.flat(columns.OBS), before).reshape(fragment.size, fragment.steps)
+        next_values = fragment.next_values(values, partial(self._values_at, states=fragment.last_states()))
         advantages, targets = fragment_gae(
             given[columns.REWARDS].T, values.T, next_values.T, fragment.goes_on().T, self.config["gamma"],
             self.config["lambda_"],
         )  # fmt: skip
         given[columns.VF_PREDS] = values
         given[columns.ADVANTAGES], given[columns.VALUE_TARGETS] = advantages.T, targets.T
+
+    def _values_at(self, observations: np.ndarray, states: States) -> np.ndarray:
+        return self.values_of(observations, states) if states else self.values_of(observations)
+
+
+def one_step(observations: np.ndarray, states: Mapping[str, np.ndarray]) -> dict[str, Any]:
+    """A batch of a forward pass: rows, or, with states, sequences of one step each."""
+    obs = torch.from_numpy(observations)
+    if not states:
+        return {columns.OBS: obs}
+    return {columns.OBS: obs.unsqueeze(1), columns.STATE_IN: {k: torch.from_numpy(v) for k, v in states.items()}}
 
 
 class ModuleExplorer(Explorer):
@@ -144,13 +170,18 @@ class ModuleExplorer(Explorer):
         if self._fast is not None:
             inputs, outputs = self._fast(observations), {}
         else:
+            self._note_states(time)
             with torch.inference_mode():
-                outputs = dict(self._forward({columns.OBS: torch.from_numpy(observations)}))
+                outputs = dict(self._forward(one_step(observations, self.states)))
+                if self.states:
+                    states: Any = outputs.pop(columns.STATE_OUT, {})
+                    self._take_states({name: state.numpy() for name, state in states.items()})
+                    outputs = {name: value[:, 0] for name, value in outputs.items()}
             if columns.ACTIONS in outputs:
                 actions = outputs.pop(columns.ACTIONS).detach().numpy()
                 self._keep(time, outputs)
                 self.actions[:, time] = actions
-                return self.actions[:, time]
+                return self._for_env(self.actions[:, time])
             inputs = outputs.pop(columns.ACTION_DIST_INPUTS).detach().numpy()
         assert self._distribution is not None, "a module without a distribution returns actions"
         self._inputs[:, time], self._drew = inputs, True

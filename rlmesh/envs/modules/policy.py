@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from rlmesh.envs.batches import columns
 from rlmesh.envs.batches.sample_batch import SampleBatch
+from rlmesh.errors import UsageError
 
 if TYPE_CHECKING:
     from rlmesh.envs.runners.fragments import Fragment
 
-__all__ = ["Explorer", "Policy"]
+__all__ = ["Explorer", "Policy", "States"]
+
+States = dict[str, np.ndarray]
+"""States of a recurrent policy by name, each ``[environments, …]``; empty for policies without memory."""
 
 
 class Policy:
@@ -38,20 +42,42 @@ class Policy:
 
         Args:
             obs_batch: ``[environments, …]``.
-            state_batches: states of a recurrent policy.
+            state_batches: states of a recurrent policy, in the form of `get_initial_state`, each ``[environments, …]``;
+                None for other policies.
             explore: sample actions; otherwise take the most probable ones.
 
         Returns:
-            Actions ``[environments, …]``, new states, and more columns of the batch, such as ``action_logp``.
+            Actions ``[environments, …]``, states after these steps in the same form, and more columns of the batch,
+            such as ``action_logp``.
         """
         raise NotImplementedError(f"{type(self).__name__} has no compute_actions")
 
     def compute_single_action(
         self, obs: Any, state: Any = None, *, explore: bool = True
     ) -> tuple[Any, Any, dict[str, Any]]:
-        """Choose an action for one observation; results as of `compute_actions`, without the first axis."""
-        actions, states, extra = self.compute_actions(np.asarray(obs)[None], state, explore=explore)
-        return actions[0], states, {name: column[0] for name, column in extra.items()}
+        """Choose an action for one observation; arguments and results as of `compute_actions`, without the first axis.
+
+        Args:
+            state: None: the initial state.
+        """
+        before = self.get_initial_state() if state is None else state
+        given = _map_states(lambda each: np.asarray(each)[None], before) if before else None
+        actions, states, extra = self.compute_actions(np.asarray(obs)[None], given, explore=explore)
+        after = _map_states(lambda each: np.asarray(each)[0], states) if before else states
+        return actions[0], after, {name: column[0] for name, column in extra.items()}
+
+    def get_initial_state(self) -> Mapping[str, Any] | list[Any]:
+        """The state at the start of an episode: a dict or a list of arrays without the axis of environments.
+
+        Empty, if the policy has no memory. Runners keep the state of each environment, also from one batch to the next,
+        and put it back to this one where an episode begins. Batches have it as columns ``state_in_…``: the names of the
+        dict, or the places in the list.
+        """
+        return {}
+
+    def is_recurrent(self) -> bool:
+        """True if the policy has a state."""
+        return bool(self.get_initial_state())
 
     def learn_on_batch(self, batch: SampleBatch) -> dict[str, Any]:
         """Improve the policy with a batch; returns metrics, under ``learner_stats``."""
@@ -82,11 +108,12 @@ class Policy:
 
 
 class Explorer:
-    """Acts during one fragment by `Policy.compute_actions`, and keeps actions and further columns.
+    """Acts during one fragment by `Policy.compute_actions`, and keeps actions, states and further columns.
 
     Attributes:
         actions: ``[environments, time, …]``, as the policy chose them.
         extra: further columns ``[environments, time, …]``.
+        states: of a recurrent policy, after the last step.
     """
 
     def __init__(self, policy: Policy, steps: int, size: int, *, explore: bool) -> None:
@@ -94,19 +121,115 @@ class Explorer:
         space = policy.action_space
         self.actions = np.zeros((size, steps, *(space.shape or ())), space.dtype)
         self.extra: dict[str, np.ndarray] = {}
-        self.states: Any = None
+        self._bounds = bounds_of(space)
+        given = policy.get_initial_state()
+        self._knows_states = False
+        self._lists = not isinstance(given, Mapping)
+        self._initial: States = {name: np.asarray(each) for name, each in _named(given).items()}
+        self.states: States = {name: np.repeat(each[None], size, 0) for name, each in self._initial.items()}
+        self._before = {name: np.zeros((size, steps, *each.shape), each.dtype) for name, each in self._initial.items()}
+
+    def go_on(self, states: States) -> None:
+        """Take over the states of the fragment before; an empty dict leaves the initial ones.
+
+        Who lets a policy with memory act calls this method first, and `begin` where episodes begin.
+        """
+        self._knows_states = True
+        if states:
+            self.states = states
+
+    def begin(self, first: np.ndarray) -> None:
+        """Give environments whose next observation is the first of an episode the initial state.
+
+        Args:
+            first: ``[environments]``, bool.
+        """
+        for name, state in self.states.items():
+            state[first] = self._initial[name]
+
+    def state_of(self, index: int) -> States:
+        """A copy of the state of one environment, without the axis of environments."""
+        return {name: state[index].copy() for name, state in self.states.items()}
 
     def act(self, time: int, observations: np.ndarray) -> np.ndarray:
-        """The actions to send to the environments at a time step."""
-        actions, self.states, extra = self.policy.compute_actions(observations, self.states, explore=self.explore)
+        """The actions to send to the environments at a time step.
+
+        Raises:
+            UsageError: an action is not in its space, or states have another form than the initial one.
+        """
+        self._note_states(time)
+        given: Any = (list(self.states.values()) if self._lists else dict(self.states)) if self.states else None
+        actions, states, extra = self.policy.compute_actions(observations, given, explore=self.explore)
+        self._take_states(_named(states if states is not None else {}))
         self.actions[:, time] = actions
         for name, value in extra.items():
             value = np.asarray(value)
             if name not in self.extra:
                 self.extra[name] = np.zeros((self.size, self.steps, *value.shape[1:]), value.dtype)
             self.extra[name][:, time] = value
-        return self.actions[:, time]
+        return self._for_env(self.actions[:, time])
+
+    def _for_env(self, actions: np.ndarray) -> np.ndarray:
+        """Actions of a Box clipped to its bounds; numbers of choices are checked."""
+        if self._bounds is None:
+            return actions
+        space = self.policy.action_space
+        clipped: np.ndarray = np.clip(actions, *self._bounds)
+        if type(space).__name__ == "Box":
+            return clipped
+        if (wrong := (clipped != actions).reshape(len(actions), -1).any(1)).any():
+            name = type(self.policy).__name__
+            raise UsageError(f"{name} chose the action {actions[wrong][0]}, which is not in {space}")
+        return actions
+
+    def _note_states(self, time: int) -> None:
+        if self.states and not self._knows_states:
+            raise UsageError(
+                f"{type(self.policy).__name__} has memory, and this kind of runner does not keep its state between "
+                "steps; EnvRunner does"
+            )
+        for name, state in self.states.items():
+            self._before[name][:, time] = state
+
+    def _take_states(self, found: States) -> None:
+        """Keep copies of new states, after a check of their form."""
+        name = type(self.policy).__name__
+        if found.keys() != self._initial.keys():
+            raise UsageError(
+                f"{name} returned the states {sorted(found)}, and its get_initial_state has {sorted(self._initial)}; "
+                "runners keep states of policies whose get_initial_state returns them"
+            )
+        states = {}
+        for key, initial in self._initial.items():
+            states[key] = np.array(found[key], initial.dtype)
+            if states[key].shape != (self.size, *initial.shape):
+                raise UsageError(
+                    f"{name} returned a state {key!r} of shape {states[key].shape}; it must be "
+                    f"{(self.size, *initial.shape)}: that of get_initial_state for each environment"
+                )
+        self.states = states
 
     def columns(self) -> dict[str, np.ndarray]:
         """All columns that this object has collected."""
-        return {columns.ACTIONS: self.actions, **self.extra}
+        states = {f"{columns.STATE_IN}_{name}": each for name, each in self._before.items()}
+        return {columns.ACTIONS: self.actions, **states, **self.extra}
+
+
+def bounds_of(space: Any) -> tuple[Any, Any] | None:
+    """The least and the largest action of a space, or arrays of them; None for spaces that have none."""
+    kind = type(space).__name__
+    if kind == "Box":
+        return space.low, space.high
+    if kind == "Discrete":
+        return space.start, space.start + space.n - 1
+    if kind == "MultiDiscrete":
+        return space.start, space.start + space.nvec - 1
+    return (0, 1) if kind == "MultiBinary" else None
+
+
+def _map_states(fn: Callable[[Any], Any], states: Any) -> Any:
+    return {k: fn(each) for k, each in states.items()} if isinstance(states, Mapping) else [fn(each) for each in states]
+
+
+def _named(states: Any) -> dict[str, Any]:
+    return dict(states) if isinstance(states, Mapping) else {str(i): each for i, each in enumerate(states)}

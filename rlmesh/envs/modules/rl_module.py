@@ -10,8 +10,14 @@ from torch import nn
 
 from rlmesh.envs.batches import columns
 from rlmesh.envs.environments.registry import did_you_mean
-from rlmesh.envs.modules.distributions import ActionDistribution, GaussianActions, distribution_of
+from rlmesh.envs.modules.distributions import (
+    ActionDistribution,
+    CategoricalActions,
+    GaussianActions,
+    distribution_of,
+)
 from rlmesh.envs.modules.encoders import LogStdColumns, encoder_of, is_image, mlp
+from rlmesh.envs.modules.recurrent import ATTENTION_DEFAULTS, LSTM_DEFAULTS, memory_of
 from rlmesh.errors import UsageError
 
 __all__ = ["MODEL_DEFAULTS", "ActorCriticModule", "RLModule"]
@@ -25,6 +31,11 @@ MODEL_DEFAULTS: dict[str, Any] = {
     "log_std_init": 0.0,
 }
 """Settings of the built-in modules. ``vf_share_layers=None``: only convolutions are shared by policy and value."""
+NOT_THERE: dict[str, str] = dict.fromkeys(
+    ("attention_use_n_prev_actions", "attention_use_n_prev_rewards", "lstm_use_prev_action", "lstm_use_prev_reward"),
+    "the policy sees observations alone; a wrapper of the environment can put the last action and reward into them",
+)
+"""Settings of RLlib without a counterpart, and the reason."""
 
 
 class RLModule(nn.Module):
@@ -33,6 +44,12 @@ class RLModule(nn.Module):
     A batch is a dict of tensors, ``obs`` among them. Forward passes return a dict: ``action_dist_inputs`` are the
     parameters of `distribution`, ``[rows, distribution.size]``; ``vf_preds`` are values, ``[rows]``. A module may
     return ``actions`` itself, with ``action_logp`` where the algorithm needs log-probabilities.
+
+    A module with memory returns its state at the start of an episode from `get_initial_state`. Its passes then get
+    sequences, ``obs`` ``[sequences, time, …]``, with the states before them in ``state_in``, a dict of tensors
+    ``[sequences, …]``; they return results ``[sequences, time, …]``, and ``state_out``, the states after the last
+    step. Runners pass sequences of one step. Learners pass sequences that are padded with zeros at their ends, and
+    ``mask`` ``[sequences, time]``, which is true where there is a step.
 
     Args:
         observation_space: Gymnasium's space of a row of observations.
@@ -63,6 +80,8 @@ class RLModule(nn.Module):
             UsageError: an unknown key.
         """
         wrong = next((key for key in given or {} if key not in cls.known_settings), None)
+        if wrong in NOT_THERE:
+            raise UsageError(f"model_config {wrong!r}: {NOT_THERE[wrong]}. Leave the key out")
         if wrong is not None:
             raise UsageError(f"model_config has no key {wrong!r}.{did_you_mean(wrong, cls.known_settings)}")
         return {**cls.known_settings, **(given or {})}
@@ -70,24 +89,33 @@ class RLModule(nn.Module):
     def setup(self) -> None:
         """Build the networks."""
 
-    def forward_train(self, batch: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    def get_initial_state(self) -> dict[str, torch.Tensor]:
+        """The state at the start of an episode, tensors without the axis of sequences; empty without memory."""
+        return {}
+
+    def is_stateful(self) -> bool:
+        """True if the module has memory."""
+        return bool(self.get_initial_state())
+
+    def forward_train(self, batch: Mapping[str, Any]) -> dict[str, Any]:
         """The pass of a loss, with gradients."""
         raise NotImplementedError(f"{type(self).__name__} has no forward_train")
 
-    def forward_exploration(self, batch: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    def forward_exploration(self, batch: Mapping[str, Any]) -> dict[str, Any]:
         """The pass that samples for training; without gradients."""
         return self.forward_train(batch)
 
-    def forward_inference(self, batch: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    def forward_inference(self, batch: Mapping[str, Any]) -> dict[str, Any]:
         """The pass that takes the best actions; without gradients."""
         return self.forward_exploration(batch)
 
-    def forward(self, batch: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    def forward(self, batch: Mapping[str, Any]) -> dict[str, Any]:
         return self.forward_train(batch)
 
-    def compute_values(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """Values of observations, ``[rows]``."""
-        return self.forward_train(batch)[columns.VF_PREDS]
+    def compute_values(self, batch: Mapping[str, Any]) -> torch.Tensor:
+        """Values of observations, ``[rows]``; of a module with memory ``[sequences, time]``."""
+        values: torch.Tensor = self.forward_train(batch)[columns.VF_PREDS]
+        return values
 
     def exploration_layers(self) -> nn.Module | None:
         """The layers from ``obs`` to ``action_dist_inputs``, if plain layers are all there is; None otherwise.
@@ -109,8 +137,13 @@ class RLModule(nn.Module):
 
 
 class ActorCriticModule(RLModule):
-    """A policy and a value function: MLPs for vectors, convolutions for images; see `MODEL_DEFAULTS`."""
+    """A policy and a value function: MLPs for vectors, convolutions for images; see `MODEL_DEFAULTS`.
 
+    With ``use_lstm`` or ``use_attention``, a memory follows the encoder, and policy and value share both; see
+    `rlmesh.envs.modules.recurrent`.
+    """
+
+    known_settings: Mapping[str, Any] = {**MODEL_DEFAULTS, **LSTM_DEFAULTS, **ATTENTION_DEFAULTS}
     distribution: ActionDistribution
 
     def setup(self) -> None:
@@ -119,6 +152,14 @@ class ActorCriticModule(RLModule):
         shares = config["vf_share_layers"]
         self.shares = is_image(self.observation_space) if shares is None else bool(shares)
         self.encoder, width = encoder_of(self.observation_space, config)
+        self.memory = memory_of(config, width)
+        if self.memory is not None:
+            if shares is not None and not shares:
+                raise UsageError(
+                    "model_config vf_share_layers=False: with use_lstm or use_attention, policy and value share the "
+                    "encoder and the memory; leave the key out"
+                )
+            self.shares, width = True, self.memory.size
         self.value_encoder = None if self.shares else encoder_of(self.observation_space, config)[0]
         if isinstance(distribution, GaussianActions):
             means = mlp([width, distribution.dim], "tanh", last_gain=0.01)
@@ -127,27 +168,46 @@ class ActorCriticModule(RLModule):
             self.policy_head = mlp([width, distribution.size], "tanh", last_gain=0.01)
         self.value_head = mlp([width, 1], "tanh", last_gain=1.0)
 
-    def forward_train(self, batch: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        features = self.encoder(batch[columns.OBS])
+    def get_initial_state(self) -> dict[str, torch.Tensor]:
+        return {} if self.memory is None else self.memory.initial_state()
+
+    def forward_train(self, batch: Mapping[str, Any]) -> dict[str, Any]:
+        features, more = self.encoder(batch[columns.OBS]), {}
+        if self.memory is not None:
+            features, more[columns.STATE_OUT] = self.memory(features, batch[columns.STATE_IN])
         values = features if self.value_encoder is None else self.value_encoder(batch[columns.OBS])
         return {
             columns.ACTION_DIST_INPUTS: self.policy_head(features),
             columns.VF_PREDS: self.value_head(values).squeeze(-1),
+            **more,
         }
 
-    def forward_exploration(self, batch: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    def forward_exploration(self, batch: Mapping[str, Any]) -> dict[str, Any]:
         if self.shares or type(self).forward_train is not ActorCriticModule.forward_train:
             return self.forward_train(batch)  # a subclass may change the logits there alone
         return {columns.ACTION_DIST_INPUTS: self.policy_head(self.encoder(batch[columns.OBS]))}
 
-    def compute_values(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    def compute_values(self, batch: Mapping[str, Any]) -> torch.Tensor:
         """Values of observations, ``[rows]``, by the value head alone.
 
         A subclass whose `forward_train` returns other ``vf_preds`` overrides this method too.
         """
+        if self.memory is not None:
+            return super().compute_values(batch)
         encoder = self.encoder if self.value_encoder is None else self.value_encoder
         values: torch.Tensor = self.value_head(encoder(batch[columns.OBS])).squeeze(-1)
         return values
 
     def exploration_layers(self) -> nn.Module | None:
-        return nn.Sequential(self.encoder, self.policy_head)
+        return nn.Sequential(self.encoder, self.policy_head) if self.memory is None else None
+
+
+def numpy_description(module: ActorCriticModule) -> dict[str, Any] | None:
+    """The layers to act and to value, by the names of their weights; None if NumPy cannot evaluate them."""
+    from rlmesh.envs.modules.numpy_forward import layers_by_name
+
+    acting, encoder = module.exploration_layers(), module.value_encoder
+    if acting is None or encoder is None or type(module.distribution) not in (CategoricalActions, GaussianActions):
+        return None
+    acts, values_by = (layers_by_name(n, module) for n in (acting, nn.Sequential(encoder, module.value_head)))
+    return None if acts is None or values_by is None else {"acts": acts, "values": values_by}

@@ -19,7 +19,8 @@ class SequenceReplayBuffer(ReplayBuffer):
     """Stored steps of episodes, sampled as sequences with the recurrent state at their first step.
 
     A sequence has ``burn_in + length`` steps: the first ``burn_in`` ones only warm the state up (Kapturowski et al.
-    2019, "R2D2"). It ends early where its episode ends, and at the episode's newest step so far; the rest is zeros.
+    2019, "R2D2"), unless the sequence begins with its episode, where the state is exact. It ends early where its
+    episode ends, and at the episode's newest step so far; the rest is zeros.
 
     Batches need ``eps_id``, ``t``, ``rewards``, ``terminateds`` and ``truncateds``; the steps of an episode may arrive
     in several batches.
@@ -78,7 +79,7 @@ class SequenceReplayBuffer(ReplayBuffer):
         """``count`` sequences: columns [n, burn_in + length, …], and state columns [n, …] of their first steps.
 
         ``mask`` [n, burn_in + length] is true where there is a step, ``learn_mask`` where it is also behind the
-        burn-in. ``batch_indexes`` [n] has the number of each first step.
+        burn-in, or the sequence begins its episode. ``batch_indexes`` [n] has the number of each first step.
 
         Raises:
             UsageError: no stored step may begin a sequence.
@@ -98,7 +99,7 @@ class SequenceReplayBuffer(ReplayBuffer):
             array[~there] = 0
         flat.update(self._store.read(first % self.capacity, self.state_columns))
         learn = there.copy()
-        learn[:, : self.burn_in] = False
+        learn[:, : self.burn_in] &= self._store.arrays[("t",)][first % self.capacity][:, None] == 0
         return {**nested(flat), "mask": there, "learn_mask": learn, "batch_indexes": first}
 
     @property

@@ -14,7 +14,7 @@ from rlmesh.envs.connectors.connector import Connector, ConnectorPipeline
 from rlmesh.envs.environments.gym_vector import GymVector
 from rlmesh.envs.environments.local_vector import LocalVector, env_seed
 from rlmesh.envs.environments.registry import EnvContext, EnvCreator, did_you_mean, env_creator_of
-from rlmesh.envs.modules.policy import Policy
+from rlmesh.envs.modules.policy import Policy, States
 from rlmesh.envs.runners.buffers import ArrayPool
 from rlmesh.envs.runners.episode_stats import EpisodeStats
 from rlmesh.envs.runners.fragments import Fragment
@@ -25,7 +25,7 @@ __all__ = ["DEFAULT_POLICY", "EnvRunner", "RolloutWorker"]
 logger = logging.getLogger(__name__)
 
 DEFAULT_POLICY = "default_policy"
-KEPT = ("_obs", "_raw", "_eps_id", "_t", "_returns")
+KEPT = ("_obs", "_raw", "_eps_id", "_t", "_returns", "_states")
 """Arrays of a runner's state, if its environments can be pickled."""
 CONNECTORS = "__connectors__"
 """Key of the connectors' shared state among the weights."""
@@ -33,7 +33,7 @@ POLICY_PLACE = 0xFFFF
 """The place of the policy among the environments, for its seed."""
 EPISODE_CHUNK = 64
 """Time steps between two looks at the number of finished episodes, when episodes are asked for."""
-VECTORIZE_MODES = ("local", "sync", "async", "vector_entry_point")
+VECTORIZE_MODES = ("local", "sync", "async", "vector_entry_point", "envpool")
 
 
 class EnvRunner:
@@ -52,8 +52,8 @@ class EnvRunner:
         new_obs, infos: collect these columns.
         explore: sample actions; False takes the most probable ones.
         restart_failed_sub_environments: an environment that raises is made again; False: its error is raised.
-        vectorize_mode: ``local`` steps environments in this process; the others are those of ``gymnasium.make_vec``,
-            for ids of Gymnasium.
+        vectorize_mode: ``local`` steps environments in this process; ``envpool`` takes the environments of EnvPool; the
+            others are those of ``gymnasium.make_vec``, for ids of Gymnasium.
         connectors: change observations and rewards on their way to the policy; see `rlmesh.envs.connectors`.
         learn_connectors: False leaves the statistics of connectors as they are.
 
@@ -88,6 +88,7 @@ class EnvRunner:
         self.policy = policy_class(self.observation_space, self._vector.action_space, config)
         self.weights_version, self.has_weights = -1, False
         self._obs, self._raw = self._empty(self.num_envs), self._vector.rows.empty(self.num_envs)
+        self._states: States = {}  # of a recurrent policy; those of the beginning, if empty
         self._stats, self._pool = EpisodeStats(), ArrayPool()
         self._counted = (0, 0)  # episodes and cuts before the fragment of now
         self._must_reset, self._obs_known = True, False
@@ -259,12 +260,13 @@ class EnvRunner:
         if mode != "local":
             import gymnasium
 
-            creator = env_creator_of(given)
+            creator: Any = env_creator_of(given)
             env_id = getattr(creator, "env_id", None)
             if env_id is None:
-                raise UsageError(
-                    f"vectorize_mode={mode!r} is for ids of Gymnasium; a creator returns its own VectorEnv"
-                )
+                raise UsageError(f"vectorize_mode={mode!r} is for ids; a creator returns its own VectorEnv")
+            if mode == "envpool":
+                return self._envpool_of(env_id, num_envs)
+            creator.register()
             first: Any = gymnasium.make_vec(env_id, num_envs, vectorization_mode=mode, **self.env_config)
         else:
             creator = env_creator_of(given)
@@ -283,14 +285,22 @@ class EnvRunner:
             lambda i: creator(self._context(i)), num_envs, seeds, restart=restart, infos=self._infos, first=first
         )
 
+    def _envpool_of(self, env_id: str, num_envs: int) -> GymVector:
+        from rlmesh.envs.environments.envpool_vector import EnvPoolVector
+
+        run = int(np.random.default_rng().integers(2**31)) if self.seed is None else self.seed  # EnvPool's is 42
+        seeds = lambda start: [self._seed_of(i, start, run) for i in range(num_envs)]  # noqa: E731
+        return EnvPoolVector(env_id, num_envs, seeds, config=self.env_config, infos=self._infos)
+
     def _context(self, index: int) -> EnvContext:
         return EnvContext(
             self.env_config, worker_index=self.worker_index, vector_index=index, num_workers=self.num_workers
         )
 
-    def _seed_of(self, index: int, start: int) -> int:
-        assert self.seed is not None
-        return env_seed(self.seed, self.worker_index, index, (self.start << 16) | start)
+    def _seed_of(self, index: int, start: int, run: int | None = None) -> int:
+        seed = self.seed if run is None else run
+        assert seed is not None
+        return env_seed(seed, self.worker_index, index, (self.start << 16) | start)
 
     def _begin_all(self) -> None:
         # Connectors get observations as the environments gave them, which are kept for those that begin no episode.
@@ -299,7 +309,7 @@ class EnvRunner:
         if self.connectors:
             self._require_numbers("a first observation", raw, 0)
             self._obs = self.connectors.observe(raw, np.ones(self.num_envs, bool))
-        self._obs_known = True
+        self._obs_known, self._states = True, {}
         for i in range(self.num_envs):
             self._new_episode(i)
         self._must_reset = False
@@ -324,7 +334,9 @@ class EnvRunner:
         t, eps_id = np.zeros((n, steps), np.int64), np.zeros((n, steps), np.int64)
         infos: Any = np.empty((n, steps), object) if self._infos else None
         ended: list[tuple[int, int, np.ndarray]] = []
+        ended_states: list[States] = []
         explorer = self.policy.explorer(steps, n, explore=self.explore)
+        explorer.go_on(self._states)
         obs[:, 0] = self._obs
         self._must_reset, self._obs_known = True, False  # if a step raises, no half-known state goes on
         for time in range(steps):
@@ -341,19 +353,23 @@ class EnvRunner:
             for i, last in zip(outcome.ended, outcome.final, strict=True):
                 self._require_numbers("a last observation", last, time, i)
                 ended.append((i, time, connectors.last(last, i)))
+                ended_states.append(explorer.state_of(i))
                 self._stats.returns.append(float(self._returns[i]))
                 self._stats.lengths.append(int(self._t[i]))
                 self._new_episode(i)
             for i in outcome.cut:
                 self._stats.cut += 1
                 self._new_episode(i)
-            if raw is not None:
-                self._require_numbers("an observation", raw, time)
+            if raw is not None or explorer.states:
                 first = ~outcome.valid
                 if not self._vector.resets_later:
                     first[outcome.ended] = True
-                out[:] = connectors.observe(raw, first)
-        self._obs, self._must_reset, self._obs_known = after, False, True
+                explorer.begin(first)
+                if raw is not None:
+                    self._require_numbers("an observation", raw, time)
+                    out[:] = connectors.observe(raw, first)
+        self._obs, self._states = after, explorer.states
+        self._must_reset, self._obs_known = False, True
         given = {
             columns.OBS: obs, columns.REWARDS: rewards, columns.TERMINATEDS: terminateds,
             columns.TRUNCATEDS: truncateds, columns.T: t, columns.EPS_ID: eps_id, **explorer.columns(),
@@ -365,7 +381,7 @@ class EnvRunner:
         self._require_numbers("an observation", after, steps - 1)
         if (changed := connectors.rewards(rewards)) is not rewards:
             given[columns.ENV_REWARDS], given[columns.REWARDS] = rewards, changed
-        return Fragment(n, steps, given, valid, after, ended)
+        return Fragment(n, steps, given, valid, after, ended, explorer.states, ended_states)
 
     def _require_numbers(self, name: str, array: np.ndarray, time: int | None = None, env: int | None = None) -> None:
         """Refuse NaN and infinity, which would spread to all weights; the fragment's episodes are not counted.

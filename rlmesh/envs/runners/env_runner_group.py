@@ -2,32 +2,34 @@
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 import sys
-import threading
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from rlmesh import DLJobBuilder, JobHandle, MemberHandle, RoleGroup, Runtime
 from rlmesh.envs.batches.sample_batch import SampleBatch
 from rlmesh.envs.environments.registry import EnvCreator, env_creator_of
+from rlmesh.envs.modules.numpy_policy import NumpyPolicy, numpy_arguments
 from rlmesh.envs.modules.policy import Policy
+from rlmesh.envs.runners.creation import make_runner
 from rlmesh.envs.runners.env_runner import EnvRunner, is_count
 from rlmesh.envs.runners.episode_stats import EpisodeStats
+from rlmesh.envs.runners.jobs import end_with_the_program, outside_of_loops
 from rlmesh.envs.runners.remote import RemoteEnvRunner
 from rlmesh.errors import UsageError
+
+if TYPE_CHECKING:  # what starts a job is imported when a job starts
+    from rlmesh import JobHandle, MemberHandle, RoleGroup, Runtime
 
 __all__ = ["EnvRunnerGroup", "RemoteWorkers", "WorkerSet"]
 
 ROLE = "ENV_RUNNER"
-WATCH_S = 0.5
 _numbers = itertools.count(1)
 
 
-class RemoteWorkers(list[MemberHandle[RemoteEnvRunner]]):
+class RemoteWorkers(list["MemberHandle[RemoteEnvRunner]"]):
     """Handles of the remote runners: ``handle.call("sample")`` is a future.
 
     Calling the list returns the list: in older versions, ``remote_workers()`` was a method.
@@ -56,6 +58,10 @@ class EnvRunnerGroup:
     Raises:
         UsageError: arguments that cannot work. They are tried in this process before the job starts.
         LaunchError: the job could not be started.
+
+    Attributes:
+        fragment_length: steps of each environment that ``synchronous_parallel_sample`` samples in a row; None: as many
+            as it is asked for.
     """
 
     def __init__(
@@ -67,9 +73,10 @@ class EnvRunnerGroup:
         creator = env_creator_of(env_creator)
         given = {"policy_class": policy_class, "env_creator": creator, "num_workers": num_env_runners, **runner}
         self.num_env_runners, self.timeout_s = num_env_runners, sample_timeout_s
+        self.fragment_length: int | None = runner.get("rollout_fragment_length")
         # The local runner of a group with remote ones holds the weights; one environment tells it the spaces.
         local = {**given, "num_envs": 1} if num_env_runners else given
-        self.local_env_runner = EnvRunner(**local)
+        self.local_env_runner = make_runner(**local)
         self._version = 0
         self.local_env_runner.weights_version = 0
         self._weights: Any = None
@@ -79,7 +86,8 @@ class EnvRunnerGroup:
         self._remote: RoleGroup[Any] | None = None
         if num_env_runners:
             try:
-                _outside_of_loops(lambda: self._start(given, max_restarts, run_dir))
+                remote = {**given, **numpy_arguments(self.local_env_runner, given)}
+                outside_of_loops(lambda: self._start(remote, max_restarts, run_dir))
             except BaseException:
                 self.stop()
                 raise
@@ -97,6 +105,18 @@ class EnvRunnerGroup:
     def num_remote_workers(self) -> int:
         """Number of remote runners."""
         return self.num_env_runners
+
+    def connection(self) -> tuple[str, str]:
+        """Address and key file of the job, for an `ExternalEnvClient`. The key file is for your user alone.
+
+        Raises:
+            UsageError: there are no remote runners, so there is no job.
+        """
+        found = None if self._handle is None else self._handle.address_and_key()
+        if found is None:
+            raise UsageError("connection(): there is no job; set num_env_runners to at least 1")
+        address = found[0]
+        return address, str(Path(address.removeprefix("unix://")).with_name("key"))
 
     def sample(self, num_steps: int | None = None, *, num_episodes: int | None = None) -> SampleBatch:
         """A batch of all runners: the remote ones at the same time, or the local one if there are none.
@@ -124,20 +144,21 @@ class EnvRunnerGroup:
         members = [handle.options(timeout_s=self.timeout_s, idempotent=True) for handle in self._remote]
         given = [(m, share) for m, share in zip(members, shares, strict=True) if share is not None]
         futures = [(m, share, self._ask(m, share)) for m, share in given]
-        batches = []
+        batches, stats = [], []
         for member, share, future in futures:
             while (result := future.result()) is None:  # the runner restarted, and has no weights
                 member.call("set_weights", self._weights, self._version).result()
                 future = self._ask(member, share)
             batches.append(result[0])
-            self._stats.append(result[1])
+            stats.append(result[1])
+        self._stats.append(EpisodeStats.interleaved(stats))
         return batches
 
     def _ask(self, member: Any, share: Mapping[str, int]) -> Any:
         return member.call("sample_with_stats", **share, version=self._version)
 
     def take_stats(self) -> EpisodeStats:
-        """The statistics of the batches since the last call, in the order of the runners."""
+        """The statistics of the batches since the last call."""
         stats, self._stats = EpisodeStats.merged(self._stats), []
         return stats
 
@@ -219,7 +240,7 @@ class EnvRunnerGroup:
         local, self._remote = getattr(self, "local_env_runner", None), None
         stack, self._stack, self._handle = self._stack, [], None
         while stack:
-            _outside_of_loops(partial(stack.pop().__exit__, None, None, None))
+            outside_of_loops(partial(stack.pop().__exit__, None, None, None))
         if local is not None:
             local.stop()
 
@@ -232,13 +253,16 @@ class EnvRunnerGroup:
     def _start(self, runner: dict[str, Any], max_restarts: int, run_dir: str | None) -> None:
         import cloudpickle
 
+        from rlmesh import DLJobBuilder, RoleGroup
+
         number = self.num_env_runners
         config = {"runner": cloudpickle.dumps(runner)}
-        role = DLJobBuilder().config(config).role(ROLE).run(_role_class()).total(number)
+        role_class = _role_class(needs_torch=runner["policy_class"] is not NumpyPolicy)
+        role = DLJobBuilder().config(config).role(ROLE).run(role_class).total(number)
         job = role.restart("member", max_restarts=max_restarts, delay_s=0.05, max_delay_s=1.0).build()
         self._handle = job.start(f"env-runners-{next(_numbers)}", view="none", run_dir=run_dir)
         self._stack.append(self._handle.__enter__())
-        _end_with_the_program(self._handle)
+        end_with_the_program(self._handle)
         joined = self._handle.join()
         runtime: Runtime = joined.__enter__()
         self._stack.append(joined)
@@ -262,37 +286,10 @@ def _shares(num_steps: int | None, num_episodes: int | None, number: int) -> lis
     return [{name: int(share)} if share else None for share in each]
 
 
-def _role_class() -> type[RemoteEnvRunner]:
-    """The role's class: that with torch if this process has imported torch, as the policy's module does."""
-    if "torch" not in sys.modules:
+def _role_class(*, needs_torch: bool) -> type[RemoteEnvRunner]:
+    """The role's class: that with torch if the policy needs it, and this process has imported it."""
+    if not needs_torch or "torch" not in sys.modules:
         return RemoteEnvRunner
     from rlmesh.envs.runners.remote_torch import TorchEnvRunner
 
     return TorchEnvRunner
-
-
-def _outside_of_loops(fn: Callable[[], Any]) -> None:
-    """Call ``fn``; if an event loop runs on this thread, as in a notebook's cell, on another thread.
-
-    A cell may block its loop, as any computation in it does; rlmesh's plain ``with`` blocks refuse loops in general.
-    """
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        fn()
-        return
-    with ThreadPoolExecutor(1, thread_name_prefix="rlmesh-envs-start") as pool:
-        pool.submit(fn).result()
-
-
-def _end_with_the_program(handle: JobHandle) -> None:
-    """Stop the job when the main thread ends: the job's own thread would keep a program without `stop` alive."""
-
-    def watch() -> None:
-        while not handle.done():
-            threading.main_thread().join(WATCH_S)
-            if not threading.main_thread().is_alive():
-                handle.stop("the program has ended")
-                return
-
-    threading.Thread(target=watch, name="rlmesh-envs-end", daemon=True).start()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 __all__ = ["EpisodeStats"]
@@ -28,8 +28,21 @@ class EpisodeStats:
         return len(self.returns)
 
     @classmethod
+    def interleaved(cls, parts: Sequence[EpisodeStats]) -> EpisodeStats:
+        """The statistics of runners that sampled at the same time, their episodes spread evenly over each other.
+
+        Without that, the last episodes, over which means are taken, would be those of the last runner.
+        """
+        total = cls(cut=sum(part.cut for part in parts), env_steps=sum(part.env_steps for part in parts))
+        places = [((i + 0.5) / len(part), number, i) for number, part in enumerate(parts) for i in range(len(part))]
+        for _, number, i in sorted(places):
+            total.returns.append(parts[number].returns[i])
+            total.lengths.append(parts[number].lengths[i])
+        return total
+
+    @classmethod
     def merged(cls, parts: Iterable[EpisodeStats]) -> EpisodeStats:
-        """The statistics of several runners, in their order."""
+        """The statistics of several spans of time, in their order."""
         total = cls()
         for part in parts:
             total.returns += part.returns

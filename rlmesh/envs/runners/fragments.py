@@ -22,7 +22,8 @@ class Fragment:
         valid: False where the row is no step, and is dropped.
         after: the observations after the last step, ``[environments, …]``.
         ended: environment, time and last observation of each episode that ended within the fragment.
-        infos: the info of each step, if they were asked for: ``[environments, time]``, objects.
+        states: of a recurrent policy, before the observations of ``after``: by name, ``[environments, …]``.
+        ended_states: the states before the last observations of ``ended``, in their order.
     """
 
     size: int
@@ -31,6 +32,8 @@ class Fragment:
     valid: np.ndarray
     after: np.ndarray
     ended: list[tuple[int, int, np.ndarray]] = field(default_factory=list)
+    states: dict[str, np.ndarray] = field(default_factory=dict)
+    ended_states: list[dict[str, np.ndarray]] = field(default_factory=list)
 
     def flat(self, name: str) -> np.ndarray:
         """A column as ``[environments · time, …]``, without a copy."""
@@ -65,6 +68,16 @@ class Fragment:
             result[i, t] = value
         result[self.columns[columns.TERMINATEDS]] = 0.0
         return result
+
+    def last_states(self) -> dict[str, np.ndarray]:
+        """The states before the observations of which `next_values` asks for values, in its order."""
+        if not self.states:
+            return {}
+        ends = zip(self.ended, self.ended_states, strict=True)
+        kept = [state for (i, t, _), state in ends if not self.columns[columns.TERMINATEDS][i, t]]
+        return {
+            name: np.concatenate([states, *(each[name][None] for each in kept)]) for name, states in self.states.items()
+        }
 
     def add_new_obs(self) -> None:
         """Add the column ``new_obs``: the observation after each step, the final one at the end of an episode."""

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import random
 import sys
+from collections.abc import AsyncIterator
 from typing import Any
 
 import numpy as np
 
 from rlmesh import current_worker, rpc
 from rlmesh.envs.environments.local_vector import env_seed
-from rlmesh.envs.runners.env_runner import EnvRunner
+from rlmesh.envs.runners.creation import make_runner
+from rlmesh.errors import UsageError
 
 __all__ = ["RemoteEnvRunner"]
 
+MOST_CLIENTS = 256
+"""Calls of clients that are answered at once; further ones wait."""
 GLOBAL_GENERATORS = 0xFFFE
 """The place of the generators of the process among the environments, for their seed."""
 
@@ -32,7 +36,7 @@ class RemoteEnvRunner:
             np.random.seed(seed & 0xFFFF_FFFF)
             if (torch := sys.modules.get("torch")) is not None:
                 torch.manual_seed(seed)
-        self.runner = EnvRunner(**given, worker_index=worker.rank + 1, start=worker.incarnation)
+        self.runner = make_runner(**given, worker_index=worker.rank + 1, start=worker.incarnation)
 
     @rpc
     def sample(self, num_steps: int | None = None, *, num_episodes: int | None = None) -> Any:
@@ -65,6 +69,27 @@ class RemoteEnvRunner:
         import cloudpickle
 
         return cloudpickle.loads(pickled)(self.runner)
+
+    @rpc(concurrent=MOST_CLIENTS)  # also while `sample` waits for clients
+    def external_clients(self) -> int:
+        """See `ExternalEnvRunner.clients`."""
+        return int(self._external().clients())
+
+    @rpc
+    async def attend(self, client: str) -> AsyncIterator[bool]:
+        """See `ExternalEnvRunner.attend`."""
+        async for item in self._external().attend(client):
+            yield item
+
+    @rpc(concurrent=MOST_CLIENTS)
+    def external(self, client: str, method: str, *args: Any) -> Any:
+        """See `ExternalEnvRunner.call`."""
+        return self._external().call(client, method, *args)
+
+    def _external(self) -> Any:
+        if not hasattr(self.runner, "attend"):
+            raise UsageError("the environment of this job is no ExternalEnv: clients cannot connect to it")
+        return self.runner
 
     def teardown(self) -> None:
         if hasattr(self, "runner"):

@@ -43,7 +43,9 @@ UNSEEN = (
 """Settings that change no step."""
 SAMPLING = ("rollout", "rewards", "environment", "tools", "agent", "episode", "template", "prompt_key")
 """Settings that decide, with ``algorithm.samples``, what a group of responses is, and its rewards."""
-SAMPLING_PACE = ("rollout.in_flight", "rollout.dynamic_sampling", "rollout.refill", "rollout.oversampling")
+SAMPLING_PACE = (
+    "rollout.in_flight", "rollout.dynamic_sampling", "rollout.refill", "rollout.oversampling", "rollout.deadline_s",
+)  # fmt: skip
 """Those of them that decide only which groups are sampled, and when."""
 WHOLE_BYTES = 1 << 30
 """Data files up to this size are read as a whole; of larger ones, this much is read at each end."""

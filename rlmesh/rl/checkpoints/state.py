@@ -10,7 +10,8 @@ import json
 import math
 import random
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
@@ -27,6 +28,7 @@ __all__ = [
     "has_record",
     "restore_states",
     "seed_generators",
+    "seeded_generators",
     "states_of",
 ]
 
@@ -214,3 +216,18 @@ def seed_generators(seed: int, step: int, who: Sequence[Any]) -> None:
     random.seed(large)
     np.random.seed(small % 2**32)
     torch.manual_seed(large % 2**63)
+
+
+@contextmanager
+def seeded_generators(seed: int, who: Sequence[Any]) -> Iterator[None]:
+    """A block whose random numbers, as in `seed_generators`, are a function of ``seed`` and ``who``. Afterwards the
+    generators go on as if there had been no block."""
+    states = random.getstate(), np.random.get_state()
+    devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
+    with torch.random.fork_rng(devices=devices):
+        try:
+            seed_generators(seed, 0, who)
+            yield
+        finally:
+            random.setstate(states[0])
+            np.random.set_state(states[1])

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from rlmesh import ModuleSink, VersionGate
 from rlmesh.errors import WeightSyncError
 from rlmesh.rl.engines.rollout import SleepLevel
+from rlmesh.rl.engines.training.offload import free_unused_gpu_memory
 
 __all__ = ["SleepingSink"]
 
@@ -50,7 +51,7 @@ class SleepingSink(ModuleSink):
                 for tensor in tensors:
                     tensor.data = bare
         if self._home.type == "cuda":
-            torch.cuda.empty_cache()  # other processes may need the memory
+            free_unused_gpu_memory()
 
     def regain(self) -> None:
         if self._gone:

@@ -16,8 +16,8 @@ class ValidationSettings:
         samples: responses per prompt.
         temperature: of sampling; null: 0 (greedy) for one response per prompt, else ``rollout.temperature``.
         right: the least reward of a response that counts as right, for pass@k.
-        background: validate while the next step trains, where the engines would be idle: with the pipeline ``sync`` and
-            engines that share no device with others. False: the step waits for it.
+        background: validate while the next step trains, if the engines share no device with others. False: the step
+            waits for it.
     """
 
     samples: int = 1

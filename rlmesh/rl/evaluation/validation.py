@@ -28,10 +28,12 @@ LONG_S = 600.0
 class Validation:
     """Answers the validation prompts with the engines' weights, scores the responses, and reports the numbers.
 
-    In the pipeline ``sync`` the engines are idle while a step trains. So the validation of a step can run then: it
-    begins once the next step's responses are there, and ends before the next push, so that all its responses are of one
-    version. Its numbers are reported under the step whose weights they are of. An engine that is lost meanwhile has no
-    weights until that push; the validation is then missing, which is told, and training goes on.
+    If engines have devices of their own, the validation of a step runs while the next step trains. It ends before the
+    next push, so that all its responses are of one version. Its numbers are reported under the step whose weights they
+    are of. In a pipeline that drains, it begins once the engines have sampled all that they may before that push, so
+    the samples to train on are the same with it and without it; in the asynchronous pipeline, it runs beside them. An
+    engine that is lost meanwhile may have no weights until that push; the validation is then missing, which is told,
+    and training goes on.
 
     Args:
         trainer: samples, scores and keeps samples.
@@ -91,8 +93,8 @@ class Validation:
         run = trainer.settings
         possible = (
             run.evaluation.background
-            and run.schedule.staleness == 0
             and step < run.steps
+            and not (run.schedule.staleness and trainer.samples_itself)
             and not trainer.shares
             and trainer.engines is not trainer.actor
             and "greedy" not in trainer.algorithm.needs
@@ -103,16 +105,22 @@ class Validation:
             self._waiting = step
         return possible
 
-    def begin(self) -> None:
-        """Start the validation that was left to the background, if there is one. The engines are idle from now on."""
-        step, self._waiting = self._waiting, None
-        if step is None:
+    def begin(self, *, ahead: bool = False) -> None:
+        """Start the validation that was left to the background, if there is one.
+
+        Args:
+            ahead: the engines sample ahead of training; else they are idle from now on.
+        """
+        if self._waiting is None or ahead != (self._trainer.settings.schedule.staleness > 0):
             return
+        step, self._waiting = self._waiting, None
         future: Future[dict[str, float]] = Future()
         self._running = step, future
 
         def work() -> None:
             try:
+                if ahead:
+                    self._trainer.buffer.await_idle()
                 future.set_result(self.run(step))
             except BaseException as error:
                 future.set_exception(error)
@@ -156,7 +164,17 @@ class Validation:
             running[1].exception()
 
     def _await(self, step: int, future: Future[dict[str, float]]) -> None:
-        """Wait for a validation, and tell it if that takes long: a reward may hang."""
-        if futures.wait([future], LONG_S).not_done:
-            current_worker().alarm(f"the training waits for the validation of step {step}, for more than {LONG_S:g} s")
-            futures.wait([future])
+        """Wait for a validation, and tell it if that takes long: a reward may hang.
+
+        Raises:
+            TimeoutError: it takes longer than a wait of the training may.
+        """
+        limit_s = self._trainer.settings.rollout.deadline_s
+        what = f"the training waits for the validation of step {step}"
+        told_s = min(LONG_S, limit_s)
+        if futures.wait([future], told_s).not_done:
+            current_worker().alarm(f"{what}, for more than {told_s:g} s")
+            if futures.wait([future], limit_s - told_s).not_done:
+                raise TimeoutError(
+                    f"{what}, which is not over after rollout.deadline_s={limit_s:g} s: an engine or a reward hangs"
+                )

@@ -41,7 +41,8 @@ class ActorRollout(PlaysEpisodes, ActorRole):
 
     def teardown(self) -> None:
         self.close_episodes()
-        self.rollout_engine.close()
+        if "rollout_engine" in self.__dict__:
+            self.rollout_engine.close()
         super().teardown()
 
     def make_rollout_engine(self) -> RolloutEngine:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import logging
+import os
 from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
@@ -20,8 +22,12 @@ if TYPE_CHECKING:
 
 __all__ = ["ROLLOUT", "RolloutRole", "engine_params", "make_rollout_engine"]
 
+logger = logging.getLogger(__name__)
+
 SAMPLE_S = 24 * 3600.0
 """Seconds after which responses are given up that no limit of the run has ended."""
+LOST_CODE = 70
+"""Exit code of a member whose engine has lost its process."""
 SEEDS = 1009
 """Seeds per call: engine number n takes the n-th of them, so that no two engines and calls share a seed."""
 
@@ -37,6 +43,8 @@ class RolloutRole(PlaysEpisodes, TakesTurns, ReceivesWeights):
         self.turns = self.make_turns()
         with self.turns.lease():
             self.engine = self.make_engine()
+            if hasattr(self.engine, "on_lost"):
+                self.engine.on_lost = end_process
             # Level 2 drops the weights: after every sleep a push brings new ones before the next sample.
             self.turns.add(ROLLOUT, wake=self.engine.wake, sleep=lambda: self.engine.sleep(2))
         self.receive_weights(self.engine.sink)
@@ -45,7 +53,8 @@ class RolloutRole(PlaysEpisodes, TakesTurns, ReceivesWeights):
     def teardown(self) -> None:
         self.close_episodes()
         self.close_weights()
-        self.engine.close()
+        if "engine" in self.__dict__:
+            self.engine.close()
 
     def make_engine(self) -> RolloutEngine:
         """An engine that serves nothing before the first push of weights."""
@@ -84,6 +93,13 @@ class RolloutRole(PlaysEpisodes, TakesTurns, ReceivesWeights):
         """As `sample`, for an engine that shares its devices."""
         with self.turns.turn(ROLLOUT):
             return sample_groups(self.engine, requests, params)
+
+
+def end_process(why: str) -> None:
+    """End this process: the engine's own process has ended, and only a restart of the member brings another one."""
+    logger.critical("%s", why)
+    logging.shutdown()
+    os._exit(LOST_CODE)
 
 
 def submit_groups(

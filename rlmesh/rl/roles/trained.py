@@ -87,8 +87,9 @@ class TrainedRole(TakesTurns):
         keep_objects()
 
     def teardown(self) -> None:
-        self.engine.close()
-        if self.own_group:
+        if "engine" in self.__dict__:
+            self.engine.close()
+        if getattr(self, "own_group", False) and dist.is_initialized():
             dist.destroy_process_group()
 
     def make_parts(self) -> None:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from rlmesh.rl.rollout.buffer import GroupSlot
 
-__all__ = ["SUSPECT_DEATHS", "EngineLoads"]
+__all__ = ["EngineLoads", "RequestEnd"]
 
-SUSPECT_DEATHS = 2
-"""After so many deaths of engines that were sampling a group, it is asked for alone."""
+SHOWN = 8
+"""Positions that the description of an engine's work names."""
 
 
 @dataclass(eq=False)
@@ -19,10 +21,12 @@ class _Load:
 
     Attributes:
         up: it may be asked.
-        alone: it samples one group, which is suspected of killing engines, and gets no other one meanwhile.
+        alone: it samples one group, which is suspected of a crash, and gets no other one meanwhile.
         busy: the slots that it samples.
         idle_since: since when it waits, because the buffer is full.
         busy_since: since when it samples.
+        asked_at: when it was last asked.
+        loss: number of its last loss, among those of all engines.
     """
 
     up: bool = True
@@ -30,6 +34,20 @@ class _Load:
     busy: dict[int, GroupSlot] = field(default_factory=dict)
     idle_since: float | None = None
     busy_since: float | None = None
+    asked_at: float = 0.0
+    loss: int = 0
+
+
+class RequestEnd(NamedTuple):
+    """The end of a request.
+
+    Attributes:
+        alone: its group was suspected of a crash, and was all that the engine sampled.
+        loss: number of the engine's loss, the same for all that it was sampling; 0 if the engine was not lost.
+    """
+
+    alone: bool
+    loss: int
 
 
 class EngineLoads:
@@ -47,10 +65,12 @@ class EngineLoads:
         self._loads: dict[int, _Load] = {}
         self._lost: list[list[GroupSlot]] = []
         """Parts of the round that must be asked for again."""
+        self._numbers = itertools.count(1)
         self.waited_s = 0.0
         """Sum over the engines of the seconds for which they waited because the buffer was full."""
         self.busy_s = 0.0
         """Sum over the engines of the seconds for which they sampled."""
+        self._taken_at: float | None = None
 
     def serve(self, ranks: Sequence[int]) -> None:
         """All of these engines have the current weights."""
@@ -89,8 +109,8 @@ class EngineLoads:
             waiting: the slots that may be asked for, in drawing order.
         """
         up = {rank: load for rank, load in sorted(self._loads.items()) if load.up and not load.alone}
-        suspects = [slot for slot in waiting if slot.deaths >= SUSPECT_DEATHS]
-        others = [slot for slot in waiting if slot.deaths < SUSPECT_DEATHS]
+        suspects = [slot for slot in waiting if slot.suspect]
+        others = [slot for slot in waiting if not slot.suspect]
         found: list[tuple[int, list[GroupSlot]]] = []
         for slot in suspects:
             rank = next((rank for rank, load in up.items() if not load.busy), None)
@@ -130,14 +150,14 @@ class EngineLoads:
             found.append((rank, [slot]))
         return found
 
-    def begin(self, rank: int, slots: Sequence[GroupSlot]) -> None:
+    def begin(self, rank: int, slots: Sequence[GroupSlot], now: float) -> None:
         """Note that an engine samples these slots."""
         load = self._loads.setdefault(rank, _Load())
         load.busy |= {slot.position: slot for slot in slots}
-        load.alone = any(slot.deaths >= SUSPECT_DEATHS for slot in slots)
+        load.alone, load.asked_at = any(slot.suspect for slot in slots), now
 
-    def end(self, rank: int, slots: Sequence[GroupSlot], *, lost: bool = False) -> bool:
-        """Note that an engine no longer samples these slots; true if they were all that it sampled, for being suspects.
+    def end(self, rank: int, slots: Sequence[GroupSlot], *, lost: bool = False) -> RequestEnd:
+        """Note that an engine no longer samples these slots.
 
         Args:
             lost: they must be sampled again, and the engine gets nothing before it has weights again.
@@ -147,10 +167,12 @@ class EngineLoads:
             load.busy.pop(slot.position, None)
         alone, load.alone = load.alone, False
         if lost:
+            if load.up:
+                load.loss = next(self._numbers)
             load.up = False
             if self._round_size:
                 self._lost.append(list(slots))
-        return alone
+        return RequestEnd(alone, load.loss if lost else 0)
 
     def measure(self, now: float, *, full: bool) -> None:
         """Add up the times for which engines wait and sample.
@@ -167,9 +189,27 @@ class EngineLoads:
                 self.busy_s += now - load.busy_since
             load.busy_since = now if load.busy else None
 
-    def described(self) -> str:
+    def take_times(self, now: float) -> tuple[float, float]:
+        """The mean seconds for which engines waited because the buffer was full, and the mean share of time in which
+        they sampled, since the last call; 0 at the first one.
+
+        Args:
+            now: in seconds, as of `measure`, which must come first.
+        """
+        engines, passed_s = max(len(self._loads), 1), 0.0 if self._taken_at is None else now - self._taken_at
+        found = self.waited_s / engines, min(self.busy_s / engines / passed_s, 1.0) if passed_s > 0 else 0.0
+        self.waited_s, self.busy_s, self._taken_at = 0.0, 0.0, now
+        return found
+
+    def described(self, now: float) -> str:
         """The work of each engine, for people."""
-        return "; ".join(
-            f"engine {rank} {f'samples {len(load.busy)} groups' if load.up else 'has no weights'}"
-            for rank, load in sorted(self._loads.items())
-        )
+        return "; ".join(f"engine {rank} {_work_of(load, now)}" for rank, load in sorted(self._loads.items()))
+
+
+def _work_of(load: _Load, now: float) -> str:
+    if not load.up:
+        return "has no weights"
+    if not load.busy:
+        return "samples nothing"
+    positions = ", ".join(map(str, sorted(load.busy)[:SHOWN])) + (" and others" if len(load.busy) > SHOWN else "")
+    return f"samples {len(load.busy)} groups (positions {positions}), the last one since {now - load.asked_at:.0f} s"

@@ -44,6 +44,7 @@ class GroupSlot:
         versions: oldest and newest version that sampled a token; None before sampling.
         asked: number of times that an engine was asked for the group.
         deaths: number of deaths of engines that were sampling the group.
+        suspect: number of the crash that the group may have caused; 0: none. It is asked for alone.
         scored: the group has the outcomes of its rewards.
         reason: of the last change, for people.
         group: the responses.
@@ -56,6 +57,7 @@ class GroupSlot:
     versions: tuple[int, int] | None = None
     asked: int = 0
     deaths: int = 0
+    suspect: int = 0
     scored: bool = False
     reason: str = ""
     group: Group | None = field(default=None, repr=False)
@@ -91,7 +93,10 @@ class SampleBuffer:
         self._taken: list[GroupSlot] = []
         self._lost: dict[tuple[int, str], int] = {}
         self.deaths: dict[int, int] = {}
-        """Deaths of engines by position; a return to a checkpoint does not undo them."""
+        """Deaths of engines by position, as long as the group has not been sampled since; a return to a checkpoint does
+        not undo them."""
+        self.suspects: dict[int, int] = {}
+        """`GroupSlot.suspect` by position, likewise."""
         self.poison: dict[int, str] = {}
         """Positions whose prompts kill engines or scorers, and the reasons: their slots fail as soon as they are
         drawn."""
@@ -137,13 +142,17 @@ class SampleBuffer:
         """
         new = []
         while self.room:
-            slot = GroupSlot(self.cursor, key_of(self.cursor), deaths=self.deaths.get(self.cursor, 0))
+            slot = GroupSlot(self.cursor, key_of(self.cursor))
+            self._remember_deaths(slot)
             self._live[slot.position] = slot
             self.cursor += 1
             new.append(slot)
             self._record(slot)
             self._fail_poison(slot)
         return new
+
+    def _remember_deaths(self, slot: GroupSlot) -> None:
+        slot.deaths, slot.suspect = self.deaths.get(slot.position, 0), self.suspects.get(slot.position, 0)
 
     def _fail_poison(self, slot: GroupSlot) -> None:
         if slot.position in self.poison:
@@ -163,22 +172,32 @@ class SampleBuffer:
         slot.asked += 1
         self._change(slot, "sampling")
 
-    def ask_again(self, slot: GroupSlot, reason: str, *, died: bool = False) -> None:
+    def ask_again(self, slot: GroupSlot, reason: str, *, died: bool = False, suspect: int = 0) -> None:
         """Note that the group must be sampled again.
 
         Args:
             reason: for people.
             died: an engine died that was sampling it.
+            suspect: the group may have caused the crash of this number.
         """
         if died:
-            slot.deaths = self.deaths[slot.position] = slot.deaths + 1
+            slot.deaths += 1
+            self.deaths[slot.position] = self.deaths.get(slot.position, 0) + 1
+        if suspect:
+            slot.suspect = self.suspects[slot.position] = suspect
         slot.group, slot.versions, slot.scored = None, None, False
         self._change(slot, "drawn", reason)
 
     def sampled(self, slot: GroupSlot, group: Group) -> None:
         """Note that the group has its responses, which have no rewards yet."""
         slot.group, slot.versions = group, _versions_of(group, self.version)
+        self._clear(slot)
         self._change(slot, "sampled", "")
+
+    def _clear(self, slot: GroupSlot) -> None:
+        slot.suspect = 0
+        self.deaths.pop(slot.position, None)
+        self.suspects.pop(slot.position, None)
 
     def scored(self, slot: GroupSlot, group: Group) -> None:
         """Note that the group has its rewards."""
@@ -189,11 +208,20 @@ class SampleBuffer:
 
         Args:
             reason: for people.
-            poison: its prompt kills engines or scorers, and is never asked for again.
+            poison: its prompt kills engines or scorers, and is never asked for again. Groups that were suspected of the
+                same crash are not any longer.
         """
         if poison:
             self.poison[slot.position] = reason
+            if slot.suspect:
+                self._acquit(slot.suspect)
         return self._lose(slot, "failed", reason)
+
+    def _acquit(self, crash: int) -> None:
+        self.suspects = {position: one for position, one in self.suspects.items() if one != crash}
+        for slot in self._live.values():
+            if slot.suspect == crash:
+                self._clear(slot)
 
     def drop(self, slot: GroupSlot, reason: str) -> bool:
         """Free the slot of a group that is not worth training. False, and the group is kept, if too many were."""
@@ -309,7 +337,7 @@ class SampleBuffer:
         self._live = {}
         for saved in state["slots"]:
             slot = GroupSlot(saved["position"], tuple(saved["key"]), asked=saved["asked"])
-            slot.deaths = self.deaths.get(slot.position, 0)
+            self._remember_deaths(slot)
             self._live[slot.position] = slot
             if (group := saved.get("group")) is not None:
                 slot.group, slot.versions, slot.scored = group, _versions_of(group, None), saved["scored"]

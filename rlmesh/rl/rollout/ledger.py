@@ -214,12 +214,13 @@ class Ledger:
         self._do(work)
 
     def troubles(self, sign: str) -> tuple[dict[int, int], dict[int, str]]:
-        """The troubles of earlier lines of the same prompts: deaths by position, and reasons that begin
-        with ``sign``."""
+        """The troubles of earlier lines of the same prompts: deaths by position, of groups that have not been sampled
+        since; and reasons that begin with ``sign``."""
 
         def work(connection: sqlite3.Connection) -> tuple[dict[int, int], dict[int, str]]:
             own = "line >= (SELECT coalesce(max(CAST(value AS INTEGER)), 0) FROM settings WHERE name = 'first_line')"
-            deaths = f"SELECT position, max(deaths) FROM slots WHERE deaths > 0 AND {own} GROUP BY position"
+            last = f"SELECT position, deaths, state, max(line) FROM slots WHERE {own} GROUP BY position"
+            deaths = f"SELECT position, deaths FROM ({last}) WHERE deaths > 0 AND state IN ('drawn', 'sampling')"
             reasons = f"SELECT position, reason FROM slots WHERE state = 'failed' AND {own} AND reason LIKE ? || '%'"
             return dict(connection.execute(deaths).fetchall()), dict(connection.execute(reasons, (sign,)).fetchall())
 

@@ -13,8 +13,10 @@ from rlmesh.rl.types import Episode
 
 __all__ = ["Engines", "ErrorKind", "GroupRequest", "Verdict", "requests_of", "sample_seed"]
 
-ErrorKind = Literal["died", "no weights", "error"]
-"""Meanings of an error of a request: the engine's process died, it has no weights to sample with, or anything else."""
+ErrorKind = Literal["crashed", "died", "no weights", "error"]
+"""Meanings of an error of a request. ``crashed``: the engine's process ended by itself, or the kernel ended it for lack
+of memory. ``died``: the process is gone, perhaps by a signal from outside, or with its node. ``no weights``: the
+request was not begun, since the engine has no weights or is being restarted. ``error``: anything else."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,20 +2,35 @@
 
 from __future__ import annotations
 
+import re
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any
 
-from rlmesh.errors import PeerLost, Restarting, SourceRestarted, StaleIncarnation, WeightsNotReady, WeightSyncError
+from rlmesh.errors import (
+    CallError,
+    CallTimeout,
+    PeerLost,
+    Restarting,
+    SourceRestarted,
+    StaleIncarnation,
+    WeightsNotReady,
+    WeightSyncError,
+)
 from rlmesh.rl.engines.rollout import SamplingParams
 from rlmesh.rl.rollout.requests import ErrorKind, GroupRequest
 from rlmesh.rl.types import Episode
 
-__all__ = ["LOST", "OwnSampling", "RoleEngines", "push_until_taken"]
+__all__ = ["LOST", "PUSHES", "OwnSampling", "RoleEngines", "kind_of", "push_to_all"]
 
 LOST = (PeerLost, StaleIncarnation, Restarting)
 """Errors of calls to a member whose process died, or was replaced."""
+PUSHES = 5
+"""Attempts of a push during which engines are lost."""
+CRASH = re.compile(r"exited with code|killed by SIG(?:ABRT|BUS|FPE|ILL|SEGV|SYS|TRAP)\b|\(out of memory")
+"""Ends of a process that a prompt may have caused, as `PeerLost.reason` tells them. Other signals come from outside."""
 
 
 class RoleEngines:
@@ -45,13 +60,59 @@ class RoleEngines:
         return [[Episode.of(sample) for sample in samples] for samples in result]
 
     def kind_of(self, error: BaseException) -> ErrorKind:
-        if isinstance(error, WeightsNotReady):
-            return "no weights"
-        return "died" if isinstance(error, LOST) else "error"
+        return kind_of(error)
+
+
+def kind_of(error: BaseException) -> ErrorKind:
+    """The meaning of an error of a call to a member."""
+    if isinstance(error, WeightsNotReady):
+        return "no weights"
+    if not isinstance(error, LOST):
+        return "error"
+    if CallError.details(error).executed == "no":
+        return "no weights"
+    how = error.reason.partition("; its last lines")[0] if isinstance(error, PeerLost) else ""
+    return "crashed" if CRASH.search(how) else "died"
+
+
+def push_to_all(
+    push: Callable[[], object], before: Callable[[], object], after: Callable[[], object], *, wait_s: float,
+    clock: Callable[[], float] = time.monotonic,
+) -> None:  # fmt: skip
+    """Make a push of weights, and make it again if an engine is lost meanwhile, or as long as one has not started.
+
+    Args:
+        push: makes one attempt, which waits for engines for some time.
+        before, after: called before each attempt, and after one that failed.
+        wait_s: the most seconds for which engines that start are waited for; a large model takes minutes to load.
+        clock: seconds.
+
+    Raises:
+        WeightSyncError: the push failed for another reason, engines were lost again and again, or did not start.
+    """
+    began, losses = clock(), 0
+    while True:
+        before()
+        try:
+            push()
+            return
+        except SourceRestarted:
+            raise
+        except WeightSyncError as error:
+            cause = error.__cause__
+            starts = isinstance(cause, CallTimeout) and CallError.details(cause).executed == "no"
+            losses += not starts
+            lost = error.receiver is not None or isinstance(cause, LOST)
+            if not (starts and clock() - began < wait_s) and not (lost and losses < PUSHES):
+                raise
+        after()
 
 
 class OwnSampling:
     """A trainer's own method of sampling in the place of engines, which samples whole rounds on the caller's thread.
+
+    The seed of a round is that of its first response. The generators of Python, NumPy and torch are seeded with it too,
+    so responses are the same in a run that goes on from a checkpoint.
 
     Args:
         generate: (prompts, seed) → one episode per prompt.
@@ -64,9 +125,12 @@ class OwnSampling:
         return (0,)
 
     def ask(self, rank: int, requests: Sequence[GroupRequest]) -> Future[Any]:
-        prompts = [request.prompt for request in requests for _ in request.seeds]
+        from rlmesh.rl.checkpoints.state import seeded_generators
+
+        prompts, seed = [request.prompt for request in requests for _ in request.seeds], requests[0].seeds[0]
         future: Future[Any] = Future()
-        episodes = iter(self._generate(prompts, requests[0].seeds[0]))
+        with seeded_generators(seed, ("DRAW",)):
+            episodes = iter(self._generate(prompts, seed))
         future.set_result([[next(episodes) for _ in request.seeds] for request in requests])
         return future
 
@@ -76,31 +140,3 @@ class OwnSampling:
 
     def kind_of(self, error: BaseException) -> ErrorKind:
         return "error"
-
-
-def push_until_taken(
-    push: Callable[[], object], attempts: int, *, hold: Callable[[], object], release: Callable[[], object]
-) -> None:
-    """Make a push, and make it again if an engine is lost meanwhile: the next attempt waits for its return.
-
-    Args:
-        push: makes it.
-        attempts: the most of them.
-        hold: called before each attempt; lets the engines keep the devices that they share.
-        release: called when an engine was lost; ends what ``hold`` began.
-
-    Raises:
-        WeightSyncError: the push failed for another reason, or in all attempts.
-    """
-    for attempt in range(attempts):
-        hold()
-        try:
-            push()
-            return
-        except SourceRestarted:
-            raise
-        except WeightSyncError as error:
-            lost = error.receiver is not None or isinstance(error.__cause__, LOST)
-            if not lost or attempt == attempts - 1:
-                raise
-            release()

@@ -69,6 +69,8 @@ class RunSampling:
             refill=rollout.refill if rollout.dynamic_sampling else 0.0,
         )  # fmt: skip
         self.slots.deaths, self.slots.poison = self._ledger.troubles(POISON)
+        # Which death was a crash is not known any longer.
+        self.slots.suspects = {position: -1 - position for position in self.slots.deaths}
         self._sampler: Sampler | None = None
         self._made_by = sampling_settings(run)
 
@@ -88,7 +90,7 @@ class RunSampling:
             self.slots, self._loader.draw, engines, self._score,
             lambda group: judge(group, self._total, dynamic=dynamic, died=PROCESS_DIED), pipeline=run.schedule,
             samples=samples, seed=run.seed, in_flight=run.rollout.in_flight or max(1, rows // samples),
-            background=background, note=self._note, revive=revive,
+            background=background, deadline_s=run.rollout.deadline_s, note=self._note, revive=revive,
         )  # fmt: skip
 
     @property
@@ -106,6 +108,10 @@ class RunSampling:
         that weights can be pushed."""
         self.sampler.drain()
         self.sampler.trained(step)
+
+    def await_idle(self) -> None:
+        """Wait until the engines are idle up to the next push, if they ever are; see `Sampler.await_idle`."""
+        self.sampler.await_idle()
 
     def advance(self, version: int) -> None:
         """All engines serve a version; see `Sampler.advance`."""

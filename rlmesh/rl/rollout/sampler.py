@@ -8,9 +8,13 @@ rules are those of the buffer (`rlmesh.rl.rollout.buffer`); here is what concern
   the asynchronous pipeline each group is a request of its own, and goes to the engine that has fewest.
 * A group whose engine dies is asked for again, of an engine that lives. An engine that died or has no weights is asked
   again after the next push.
-* A group that was being sampled at two deaths is set apart: it is asked for alone, with nothing else on the engine. If
-  that engine dies too, the group is to blame: it fails, and the run goes on. A scorer has a process to itself, so the
-  second death of a group's scorer is enough.
+* The groups that an engine was sampling when it crashed are *suspects*: each is asked for alone, with nothing else on
+  the engine. If an engine crashes again, that group is to blame: it fails, and the run goes on; the other suspects of
+  the same crash are suspects no longer. So two deaths are enough, and no bystander is blamed. A death from outside,
+  such as by SIGKILL or with a node, says less: groups become suspects at the second one, and are to blame at the third.
+  A scorer has a process to itself, so the second death of a group's scorer is enough.
+* The training loop waits for groups as long as engines or rewards answer at times. If nothing comes for ``deadline_s``,
+  the wait ends with an error that says who is waited for.
 """
 
 from __future__ import annotations
@@ -29,10 +33,10 @@ from typing import Any
 import numpy as np
 
 from rlmesh.rl.data.loader import Drawn
-from rlmesh.rl.rollout.asking import EngineLoads
+from rlmesh.rl.rollout.asking import EngineLoads, RequestEnd
 from rlmesh.rl.rollout.buffer import GroupSlot, SampleBuffer
 from rlmesh.rl.rollout.pipeline import Pipeline
-from rlmesh.rl.rollout.requests import Engines, GroupRequest, Verdict, sample_seed
+from rlmesh.rl.rollout.requests import Engines, ErrorKind, GroupRequest, Verdict, sample_seed
 from rlmesh.rl.types import Group
 
 __all__ = ["POISON", "Sampler"]
@@ -47,6 +51,14 @@ CLOSE_S = 10.0
 """Seconds for which `Sampler.close` waits for its thread."""
 LOOK_S = 1.0
 """Seconds after which a thread that waits looks again, if nothing happens."""
+DEADLINE_S = 3600.0
+"""Seconds without any answer after which a wait of the training loop ends with an error."""
+TELL_S = 600.0
+"""Seconds without any answer after which a wait is told, as an alarm."""
+MISSING = 3
+"""Groups that the text of such an error names."""
+SUSPECT_DEATHS, POISON_DEATHS = 2, 3
+"""Deaths from outside after which a group is asked for alone, and is to blame if it was."""
 
 
 @dataclass(eq=False)
@@ -78,7 +90,8 @@ class Sampler:
         seed: of the run.
         in_flight: groups that one engine samples at a time, in a pipeline that does not drain.
         background: sample while the loop trains.
-        note: called with a sentence about each group that is set aside.
+        deadline_s: see the module.
+        note: called with a sentence about each group that is set aside, and about a wait that is long.
         revive: gives weights to engines that have none; called on the loop's thread when no other engine is left.
         clock: seconds.
     """
@@ -86,25 +99,26 @@ class Sampler:
     def __init__(
         self, buffer: SampleBuffer, draw: Callable[[int], Drawn], engines: Engines,
         score: Callable[[Sequence[Group]], list[Group]], judge: Callable[[Group], Verdict], *, pipeline: Pipeline,
-        samples: int, seed: int, in_flight: int = 8, background: bool = False,
+        samples: int, seed: int, in_flight: int = 8, background: bool = False, deadline_s: float = DEADLINE_S,
         note: Callable[[str], object] = logger.warning, revive: Callable[[], object] = lambda: None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:  # fmt: skip
         self.buffer, self.pipeline = buffer, pipeline
         self._draw, self._engines, self._score, self._judge = draw, engines, score, judge
-        self._samples, self._seed, self._background = samples, seed, background
+        self._samples, self._seed, self._background, self._deadline_s = samples, seed, background, deadline_s
         self._note, self._revive, self._clock = note, revive, clock
         round_size = buffer.batch_size + buffer.extra if pipeline.drains else 0
         self._loads = EngineLoads(round_size=round_size, in_flight=in_flight)
         self._prompts: dict[int, Drawn] = {}
         self._asked: set[Future[Any]] = set()
         self._scoring: dict[Future[list[Group]], list[GroupSlot]] = {}
+        self._moved_at = clock()
+        """When an engine was last asked, or an engine or a reward last answered."""
         self._scorer_deaths: dict[int, int] = {}
         self._events: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
         self._changed = threading.Condition()
         """Guards the fields of this object and the buffer; notified after events."""
         self._totals = _Totals()
-        self._reported_at = clock()
         self._error: BaseException | None = None
         self._generation = 0
         """Answers to requests of an earlier generation are ignored: the run went back meanwhile."""
@@ -114,11 +128,11 @@ class Sampler:
 
     # For the training loop.
 
-    def take(self, step: int, timeout_s: float | None = None) -> list[Group]:
+    def take(self, step: int) -> list[Group]:
         """The groups of a step, with their rewards, in drawing order; waits for them.
 
         Raises:
-            TimeoutError: they are not there after ``timeout_s``.
+            TimeoutError: nothing has come for ``deadline_s``; the text says who is waited for.
             Exception: an engine or a reward raised an error.
         """
         found: list[GroupSlot] = []
@@ -130,22 +144,32 @@ class Sampler:
                 self._post()
             return bool(found)
 
-        self._wait_for_samples(there, timeout_s, f"the groups of step {step} are not there")
+        self._wait_for_samples(there, f"the groups of step {step}")
         with self._changed:
             self._totals.versions += [slot.versions for slot in found if slot.versions is not None]
         self._post()
         return [slot.group for slot in found if slot.group is not None]
 
-    def drain(self, timeout_s: float | None = None) -> None:
+    def drain(self) -> None:
         """In a pipeline that drains, wait until nothing is being sampled or scored, and nothing more can be with these
         weights. Call it before a push.
 
         Raises:
-            TimeoutError: something still is after ``timeout_s``.
+            TimeoutError: nothing has come for ``deadline_s``; the text says who is waited for.
             Exception: an engine or a reward raised an error.
         """
         if self.pipeline.drains and self._background:
-            self._wait_for_samples(self._is_drained, timeout_s, "the engines still sample", revives=False)
+            self._wait_for_samples(self._is_drained, "the end of sampling", revives=False)
+
+    def await_idle(self) -> None:
+        """In a pipeline that drains, wait until the engines have nothing to do before the next push, or until an error
+        or the end of the run. For any thread; errors are left to the training loop."""
+        with self._changed:
+            generation = self._generation
+            while self.pipeline.drains and self._background and not self._is_drained():
+                if self._ends or self._error is not None or generation != self._generation:
+                    return
+                self._changed.wait(LOOK_S)
 
     def advance(self, version: int) -> None:
         """Sample on: all engines serve a version."""
@@ -155,7 +179,7 @@ class Sampler:
         if not self._background:
             # Nothing is sampled while the loop trains, so what comes from these weights is sampled now.
             if self.pipeline.staleness:
-                self._wait(self._is_drained, None, "the engines still sample")
+                self._wait(self._is_drained, "the end of sampling")
             return
         if self._thread is None:
             work = partial(copy_context().run, self._run)
@@ -201,10 +225,7 @@ class Sampler:
         with self._changed:
             self._measure()
             totals, self._totals = self._totals, _Totals()
-            engines, now = max(len(self._loads), 1), self._clock()
-            waited_s, self._loads.waited_s = self._loads.waited_s / engines, 0.0
-            busy_s, self._loads.busy_s = self._loads.busy_s / engines, 0.0
-            passed_s, self._reported_at = now - self._reported_at, now
+            waited_s, busy = self._loads.take_times(self._clock())
             counts, step = self.buffer.counts(), self.buffer.step - 1
         stale = [step - 1 - oldest for oldest, _ in totals.versions]
         mixed = sum(oldest != newest for oldest, newest in totals.versions)
@@ -212,8 +233,8 @@ class Sampler:
             "buffer/ready": float(counts["ready"]),
             "buffer/sampling": float(counts["sampling"]),
             "buffer/engines_wait_s": waited_s,
-            "buffer/engines_busy": min(busy_s / passed_s, 1.0) if passed_s > 0 else 0.0,
-            "buffer/engines": float(engines),
+            "buffer/engines_busy": busy,
+            "buffer/engines": float(max(len(self._loads), 1)),
             "buffer/trainer_wait_s": totals.trainer_wait_s,
             "buffer/scoring_wait_s": totals.scoring_wait_s,
             "buffer/asked_again": float(totals.asked_again),
@@ -241,9 +262,7 @@ class Sampler:
         for future in asked:
             future.cancel()
 
-    def _wait_for_samples(
-        self, ready: Callable[[], bool], timeout_s: float | None, what: str, *, revives: bool = True
-    ) -> None:
+    def _wait_for_samples(self, ready: Callable[[], bool], what: str, *, revives: bool = True) -> None:
         """Wait as `_wait` does, and measure the time; and the part of it in which nothing but rewards was missing."""
         began = looked = self._clock()
         scoring, scored_s = False, self._totals.scored_here_s
@@ -255,13 +274,13 @@ class Sampler:
             scoring = bool(self._scoring) and (self.buffer.lacks_scores_only or not self._loads.busy)
             return ready()
 
-        self._wait(measured, timeout_s, what, revives=revives)
+        self._wait(measured, what, revives=revives)
         with self._changed:
             self._totals.trainer_wait_s += self._clock() - began
             self._totals.scoring_wait_s += self._totals.scored_here_s - scored_s
 
-    def _wait(self, ready: Callable[[], bool], timeout_s: float | None, what: str, *, revives: bool = True) -> None:
-        deadline = None if timeout_s is None else self._clock() + timeout_s
+    def _wait(self, ready: Callable[[], bool], what: str, *, revives: bool = True) -> None:
+        began, told = self._clock(), False
         while True:
             with self._changed:
                 if not self._background:
@@ -271,9 +290,13 @@ class Sampler:
                     raise error
                 if ready():
                     return
-                left_s = LOOK_S if deadline is None else min(LOOK_S, deadline - self._clock())
-                if left_s <= 0:
-                    raise TimeoutError(f"after {timeout_s:g} s {what}: {self._described()}")
+                silent_s = self._clock() - max(began, self._moved_at)
+                if silent_s >= self._deadline_s:
+                    raise TimeoutError(self._waits_for(what, self._deadline_s))
+                if silent_s >= TELL_S and not told:
+                    told = True
+                    self._note(self._waits_for(what, TELL_S))
+                left_s = min(LOOK_S, (self._deadline_s if told else min(TELL_S, self._deadline_s)) - silent_s)
                 lifeless = revives and not self._loads.any_up and bool(self.buffer.askable())
                 if self._background and not lifeless:
                     self._changed.wait(left_s)
@@ -347,7 +370,7 @@ class Sampler:
 
     def _ask(self, rank: int, slots: list[GroupSlot]) -> None:
         self._measure()
-        self._loads.begin(rank, slots)
+        self._loads.begin(rank, slots, self._clock())
         requests = []
         for slot in slots:
             self.buffer.ask(slot)
@@ -361,6 +384,7 @@ class Sampler:
             future = Future()
             future.set_exception(error)
         self._asked.add(future)
+        self._moved_at = self._clock()
         generation = self._generation
         future.add_done_callback(lambda done: self._post(lambda: self._answered(generation, rank, slots, done)))
 
@@ -373,23 +397,30 @@ class Sampler:
         self._measure()
         error = done.exception()
         kind = None if error is None else self._engines.kind_of(error)
-        alone = self._loads.end(rank, slots, lost=kind in ("died", "no weights"))
+        ended = self._loads.end(rank, slots, lost=kind in ("crashed", "died", "no weights"))
         if error is None:
+            self._moved_at = self._clock()
             for slot, episodes in zip(slots, self._engines.episodes(done.result()), strict=True):
                 drawn = self._prompt(slot.position)
                 self.buffer.sampled(slot, Group(drawn.key, tuple(episodes), drawn.prompt.row))
-        elif kind == "error":
+        elif kind is None or kind == "error":
             self._give_up(error)
         else:
-            told = f"{error}"[:200].partition("\n")[0]
+            told = f"engine {rank}, {kind}: {error}"[:200].partition("\n")[0]
             for slot in slots:
-                if alone and kind == "died":
-                    self._set_aside(
-                        slot, f"{slot.deaths + 1} engines died of it, the last one with nothing else: {told}"
-                    )
-                else:
-                    self._totals.asked_again += 1
-                    self.buffer.ask_again(slot, f"engine {rank}, {kind}: {told}", died=kind == "died")
+                self._lost(slot, kind, ended, told)
+
+    def _lost(self, slot: GroupSlot, kind: ErrorKind, ended: RequestEnd, told: str) -> None:
+        """Note that a group must be sampled again, or that it is to blame."""
+        died, crashed = kind != "no weights", kind == "crashed"
+        deaths = self.buffer.deaths.get(slot.position, 0) + died
+        if died and ended.alone and (crashed or deaths >= POISON_DEATHS):
+            slot.deaths += 1
+            self._set_aside(slot, f"{deaths} engines died of it, the last one with nothing else: {told}")
+            return
+        suspect = not slot.suspect and died and (crashed or deaths >= SUSPECT_DEATHS)
+        self._totals.asked_again += 1
+        self.buffer.ask_again(slot, told, died=died, suspect=ended.loss if suspect else 0)
 
     def _set_aside(self, slot: GroupSlot, why: str) -> None:
         self._totals.poisoned += 1
@@ -435,6 +466,7 @@ class Sampler:
             self._scored(slots, done.result())
 
     def _scored(self, slots: list[GroupSlot], groups: Sequence[Group]) -> None:
+        self._moved_at = self._clock()
         for slot, group in zip(slots, groups, strict=True):
             verdict = self._judge(group)
             if verdict.state == "died":
@@ -453,6 +485,15 @@ class Sampler:
         full = self.buffer.version is not None and not self.buffer.askable()
         self._loads.measure(self._clock(), full=full)
 
-    def _described(self) -> str:
+    def _waits_for(self, what: str, silent_s: float) -> str:
+        """A sentence about a wait that is too long: who is waited for."""
         counts = ", ".join(f"{count} {name}" for name, count in self.buffer.counts().items())
-        return f"groups: {counts}; {self._loads.described() or 'there is no engine'}"
+        first = [slot for slot in self.buffer if not slot.ready][: self.buffer.batch_size]
+        missing = "; ".join(f"position {slot.position} is {slot.state}" for slot in first[:MISSING])
+        scoring = sorted(slot.position for slots in self._scoring.values() for slot in slots)
+        rewards = f"; rewards score positions {', '.join(map(str, scoring[:MISSING]))}" if scoring else ""
+        engines = self._loads.described(self._clock()) or "there is no engine"
+        return (
+            f"the training waits for {what}, and nothing has come for {silent_s:g} s: "
+            f"{missing or 'nothing is missing'}; {engines}{rewards}; groups: {counts}"
+        )

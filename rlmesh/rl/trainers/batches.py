@@ -13,7 +13,7 @@ import torch
 from rlmesh.rl.algorithms.protocol import Evaluated, Normalisers, TokenWeights
 from rlmesh.rl.components import Columns
 from rlmesh.rl.engines.training.packed import EMPTY
-from rlmesh.rl.packing import Packs, Tokens, pack, same_prompts
+from rlmesh.rl.packing import Pack, Packs, Tokens, pack, same_prompts
 from rlmesh.rl.roles.trained import Share
 from rlmesh.rl.types import Episode, Group, Outcome, Score
 
@@ -25,8 +25,8 @@ __all__ = [
     "matrix_of",
     "pack_metrics",
     "packs_of",
+    "parts_of",
     "shares_of",
-    "spread_over",
     "value_metrics",
     "values_of",
 ]
@@ -54,20 +54,19 @@ def packs_of(
     return found
 
 
+def parts_of(packs: Packs, members: int) -> list[list[Pack]]:
+    """The packs of each member: those of its rank or, if they were made for another number of ranks, an equal part."""
+    if len(packs.by_rank) == members:
+        return [list(own) for own in packs.by_rank]
+    flat = [one for own in packs.by_rank for one in own]
+    edges = [len(flat) * number // members for number in range(members + 1)]
+    return [flat[start:end] for start, end in pairwise(edges)]
+
+
 def joined(parts: Sequence[Packs]) -> Packs:
     """The packs of several optimizer steps as one."""
     by_rank = tuple(tuple(one for own in each for one in own) for each in zip(*(p.by_rank for p in parts), strict=True))
     return Packs(by_rank, sum(part.episode_tokens for part in parts))
-
-
-def spread_over(packs: Packs, members: int) -> list[list[Any]]:
-    """The packs of each member: its rank's, or, if the packs were made for another number of ranks, an equal part of
-    all packs."""
-    shares: list[list[Any]] = [list(own) for own in packs.by_rank]
-    if len(shares) == members:
-        return shares
-    flat = [one for own in shares for one in own]
-    return [flat[start:end] for start, end in pairwise(len(flat) * number // members for number in range(members + 1))]
 
 
 def pack_metrics(parts: Sequence[Packs], token_budget: int) -> dict[str, float]:

@@ -247,6 +247,7 @@ class Run:
             if checked(count, int) and checked(size, int) and count > size >= 1:
                 yield f"{name}.minibatches={count} must be ≤ batch_size={self.batch_size}"
         yield from EpisodePlan.faults(self)
+        yield from self._deadline_faults()
         if not self.rewards and getattr(self.algorithm, "rewarded", True):
             yield "rewards: give at least one reward"
         yield from self._given_faults()
@@ -268,6 +269,21 @@ class Run:
             yield from self._placement_faults()
         if self.train not in get_args(Engine):
             yield f"train={self.train!r}: the engines are {', '.join(get_args(Engine))}"
+
+    def _deadline_faults(self) -> Iterator[str]:
+        """A fault if training gives up waiting before an episode may have ended."""
+        if self.environment is None and not self.tools and self.agent is None:
+            return
+        waits_s = getattr(self.rollout, "deadline_s", None)
+        episode_s = getattr(self.episode, "episode_timeout_s", None)
+        if isinstance(waits_s, float | int) and isinstance(episode_s, float | int) and 0 < waits_s <= episode_s:
+            yield f"rollout.deadline_s={waits_s} must be > episode.episode_timeout_s={episode_s}"
+        limit_s, turn_s = getattr(self.rollout, "time_limit_s", 0), getattr(self.episode, "turn_timeout_s", None)
+        if isinstance(limit_s, float | int) and isinstance(turn_s, float | int) and 0 < turn_s <= limit_s:
+            yield (
+                f"rollout.time_limit_s={limit_s} must be < episode.turn_timeout_s={turn_s}: turns would fail before "
+                "they are cut off"
+            )
 
     def _given_faults(self) -> Iterator[str]:
         responses, name = getattr(self.algorithm, "responses", "sampled"), type(self.algorithm).__name__

@@ -197,6 +197,8 @@ class RolloutSettings:
         refill: with dynamic sampling, at most ``refill * batch_size`` groups are left out per step; further ones stay.
         oversampling: with dynamic sampling, sample this many times the prompts that a step needs, so that groups that
             are left out have a replacement at once.
+        deadline_s: while training waits for samples, the most seconds without an answer of any engine or reward; then
+            the run ends with an error that says who is waited for.
     """
 
     engine: Literal["transformers", "vllm", "vllm-async"] = "transformers"
@@ -216,12 +218,17 @@ class RolloutSettings:
     dynamic_sampling: bool = False
     refill: float = 2.0
     oversampling: float = 1.0
+    deadline_s: float = 3600.0
 
     def faults(self) -> Iterator[str]:
         """One sentence per fault."""
         for name in ("time_limit_s", "in_flight", "refill"):
             if getattr(self, name) < 0:
                 yield f"{name}={getattr(self, name)} must be ≥ 0"
+        if not 0 < self.deadline_s < float("inf"):
+            yield f"deadline_s={self.deadline_s} must be a number of seconds > 0"
+        if self.time_limit_s >= self.deadline_s:
+            yield f"deadline_s={self.deadline_s} must be > time_limit_s={self.time_limit_s}, the most of a response"
         if self.time_limit_s and self.engine != "transformers":
             yield f"time_limit_s={self.time_limit_s}: engine={self.engine!r} has none; limit max_tokens instead"
         if self.oversampling < 1:

@@ -32,7 +32,7 @@ from rlmesh.rl.roles.defaults import keep_objects, run_settings
 from rlmesh.rl.rollout.episodes.plan import EpisodePlan
 from rlmesh.rl.rollout.episodes.spreading import EpisodeSpread, episode_report
 from rlmesh.rl.rollout.requests import requests_of
-from rlmesh.rl.rollout.role_engines import OwnSampling, push_until_taken
+from rlmesh.rl.rollout.role_engines import PUSHES, OwnSampling, push_to_all
 from rlmesh.rl.rollout.run_sampling import RunSampling, role_engines
 from rlmesh.rl.samples.writer import SampleWriter
 from rlmesh.rl.trainers.batches import (
@@ -43,8 +43,8 @@ from rlmesh.rl.trainers.batches import (
     matrix_of,
     pack_metrics,
     packs_of,
+    parts_of,
     shares_of,
-    spread_over,
     value_metrics,
 )
 from rlmesh.rl.trainers.progress import MODEL, SUMMARY, finished_steps, trained_role_restarted
@@ -56,7 +56,6 @@ if TYPE_CHECKING:
 
 __all__ = ["Trainer"]
 
-PUSHES = 5
 UNCORRECTED = "samples of older weights are trained on as they are; set algorithm.correction=token to weigh them"
 
 
@@ -84,9 +83,8 @@ class Trainer:
         self.buffer = self.make_buffer(loader)
         self.samples = SampleWriter(self.run_dir, self.settings.sample_files, self.text_of)
         self.validation = Validation(self)
-        self.alarm = DriftAlarm(self.settings.actor.precision)
+        self.alarm, self.phases = DriftAlarm(self.settings.actor.precision), StepPhases()
         self.reward_alarm = RewardAlarm(self.settings.reward_alarm, self.rewards, self.run_dir, self.tell)
-        self.phases = StepPhases()
         self.version, self.last, self.stopped = 0, dict[str, float](), False
         self.checkpoints = TrainerCheckpoints(
             self.settings, self.run_dir, roles=lambda: [(name, role) for name, role, _ in self.trained()],
@@ -171,12 +169,13 @@ class Trainer:
         self.phases.end("push")
         self.finish(step, metrics | self.buffer.report() | self.phases.report())
         self.buffer.advance(step)
+        self.validation.begin(ahead=True)
 
     # Stages of a step.
 
     def connect(self) -> None:
         """Let the buffer sample by the engines. A trainer with its own `draw` samples by that."""
-        run, in_turn, own = self.settings, self.in_turn, type(self).draw is not Trainer.draw
+        run, in_turn, own = self.settings, self.in_turn, self.samples_itself
         self.buffer.connect(
             OwnSampling(lambda prompts, seed: self.generate(prompts, seed=seed))
             if own else role_engines(run, self.group("ROLLOUT") or self.actor, in_turn=in_turn),
@@ -279,7 +278,7 @@ class Trainer:
     def ask(self, role: Any, method: str, packs: Packs, *given: Any) -> Any:
         """Call a method of all members of a role. Each gets its rank's packs, or, if the packs were made for another
         number of ranks, an equal part of all packs. ``given`` is the same for all."""
-        shares = spread_over(packs, len(role))
+        shares = parts_of(packs, len(role))
         return role.call(method, shares, *([each] * len(shares) for each in given), _scatter=True)
 
     def train(self, packs: dict[str, list[Packs]], batch: Evaluated, weights: TokenWeights) -> dict[str, float]:
@@ -340,7 +339,9 @@ class Trainer:
             self._push(self.weight_sync.catch_up)
 
     def _push(self, push: Callable[[], object]) -> None:
-        push_until_taken(push, PUSHES, hold=lambda: self.hold(self.engines), release=lambda: self.hold(None))
+        """Make a push, and make it again if an engine is lost meanwhile: the next attempt waits for its return."""
+        wait_s = self.settings.rollout.deadline_s
+        push_to_all(push, lambda: self.hold(self.engines), lambda: self.hold(None), wait_s=wait_s)
 
     def finish(self, step: int, metrics: dict[str, float]) -> None:
         """Validate and report, note on disk that the step is done, and complete its checkpoint."""
@@ -363,8 +364,7 @@ class Trainer:
         return True
 
     def validate(self) -> dict[str, float]:
-        """Rewards of responses to the validation prompts, by the weights that the engines serve; empty without
-        validation data."""
+        """Rewards of responses to the validation prompts, by the engines' weights; empty without validation data."""
         return self.validation.run(self.version)
 
     def export(self) -> None:
@@ -447,6 +447,11 @@ class Trainer:
         return any(any(role.call("shares_devices").result()) for role in (self.actor, self.engines))
 
     @property
+    def samples_itself(self) -> bool:
+        """True if the trainer has a `draw` of its own, by which it samples in the place of the engines."""
+        return type(self).draw is not Trainer.draw
+
+    @property
     def in_turn(self) -> bool:
         """True if the engines share their devices with other roles."""
         return self.engines is self.actor or self.shares
@@ -492,5 +497,4 @@ class Trainer:
 
     def text_of(self, ids: Sequence[int]) -> str:
         """The text of tokens, for people who read samples."""
-        text: str = self.tokenizer.decode(ids, skip_special_tokens=False)
-        return text
+        return str(self.tokenizer.decode(ids, skip_special_tokens=False))

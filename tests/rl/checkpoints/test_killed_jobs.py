@@ -123,6 +123,7 @@ def test_a_complete_job_says_so_and_goes_on_with_other_ranks(model: Path, whole:
     assert json.loads((run_dir / "checkpoints/step-000010/actor/current.json").read_text())["ranks"] == 2
 
 
+@pytest.mark.case("O21")
 @pytest.mark.timeout(300)
 def test_runs_that_are_killed_at_random_moments_end_with_the_same_bits(tmp_path: Path) -> None:
     random_moments(tmp_path, seed=3, tries=3)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import re
 import resource
 import shutil
@@ -11,11 +12,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 from rlmesh.errors import UsageError
 from rlmesh.rl.checkpoints.store import checkpoint_folder, read_checkpoint, saved_step
 from rlmesh.rl.trainers.settings import ActorSettings, RolloutSettings
+from rlmesh.rl.trainers.trainer import Trainer
 from tests.rl.checkpoints.runs import PROMPTS, content, make, make_model, metrics_of
 
 # Dropout makes the trainer's log-probabilities differ from the engine's.
@@ -67,6 +71,28 @@ def test_samples_that_were_made_ahead_are_not_lost(model: Path, tmp_path: Path) 
     assert metrics_of(run_dir) == metrics_of(tmp_path / "whole")
     with pytest.raises(UsageError, match="pipeline='sync', before 'one-step-off'"):
         make(model, steps=9).here(run_dir=run_dir)
+
+
+class Draws(Trainer):
+    """Samples by itself, with random numbers of its own."""
+
+    def draw(self, prompts: Any, params: Any) -> Any:
+        number = random.getrandbits(16) + int(np.random.randint(1 << 16)) + int(torch.randint(1 << 16, ()))
+        return super().draw(prompts, replace(params, seed=(params.seed + number) % 2**31))
+
+
+@pytest.mark.parametrize("pipeline", ["sync", "one-step-off"])
+def test_a_trainer_that_samples_by_itself_goes_on_with_the_same_samples(
+    model: Path, tmp_path: Path, pipeline: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rlmesh.rl.trainers.here.Trainer", Draws)
+    make(model, pipeline=pipeline).here(run_dir=tmp_path / "whole")
+    shutil.copytree(tmp_path / "whole", tmp_path / "run")
+    shutil.rmtree(checkpoint_folder(tmp_path / "run", 8))
+    (tmp_path / "run" / "summary.json").unlink()
+    make(model, pipeline=pipeline).here(run_dir=tmp_path / "run")
+    assert metrics_of(tmp_path / "run") == metrics_of(tmp_path / "whole")
+    assert content(tmp_path / "run") == content(tmp_path / "whole")
 
 
 @pytest.mark.parametrize(("algorithm", "stop"), [("grpo", 3), ("ppo", 1), ("ppo", 4)])
@@ -246,6 +272,7 @@ def test_faults_of_what_is_restored_are_told_before_anything_starts(
 # Failures.
 
 
+@pytest.mark.case("O21")
 def test_a_full_disk_costs_a_checkpoint_and_no_step(
     model: Path, whole: Callable[[str], Path], tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -17,11 +17,13 @@ from rlmesh.errors import UsageError
 from rlmesh.rl.evaluation.evaluate import evaluate, of_run_directory
 from rlmesh.rl.evaluation.saved_run import load_saved_run, save_run
 from rlmesh.rl.evaluation.settings import SampleSettings, ValidationSettings
+from rlmesh.rl.rollout.ledger import LEDGER, faults_of
 from rlmesh.rl.samples.files import read_file, sample_files
 from rlmesh.rl.trainers.run import Run
-from rlmesh.rl.trainers.settings import apply_overrides
+from rlmesh.rl.trainers.settings import RolloutSettings, apply_overrides
 from tests.rl import run_job
 from tests.rl.run_job import ROWS
+from tests.rl.turns import episode_runs
 
 VALIDATION = [dict(row, data_source="letters") for row in ROWS[:6]]
 
@@ -107,3 +109,43 @@ def test_a_run_validates_in_the_background_and_can_be_evaluated(
         metrics = json.loads((tmp_path / f"evaluated{number}" / "evaluation.json").read_text())
         assert metrics == pytest.approx({name: result.metrics[name] for name in metrics})
         assert f"val/letters/mean@4 = {metrics['val/letters/mean@4']:g}" in done.stdout
+
+
+@pytest.mark.slow
+def test_a_validation_beside_sampling_changes_no_sample(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One step off: with it and without it, the same validations, metrics and weights."""
+    monkeypatch.chdir(tmp_path)
+    found = []
+    for background in (True, False):
+        run_dir = tmp_path / f"background-{background}"
+        run = replace(make(tiny, background=background), pipeline="one-step-off")
+        run.submit("validates", view="plain", run_dir=run_dir)
+        entries = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+        steps = {one["step"]: one["metrics"] for one in entries if "grad_norm" in one["metrics"]}
+        rewards = [(steps[step]["reward_mean"], steps[step]["grad_norm"]) for step in sorted(steps)]
+        beside = {one["step"] for one in entries if "grad_norm" not in one["metrics"] and one["step"]}
+        assert beside == ({2, 4, 6} if background else set()), "those that are reported on their own"
+        found.append((validations(run_dir), rewards, (run_dir / "model" / "model.safetensors").read_bytes()))
+        assert faults_of(run_dir / LEDGER) == []
+    assert sorted(found[0][0]) == [0, 2, 4, 6, 8] and found[0] == found[1]
+
+
+@pytest.mark.slow
+def test_games_are_validated_beside_asynchronous_sampling(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    run = episode_runs.make(
+        tiny, "environment", batch_size=4, pipeline="async(staleness=2)", validation=episode_runs.ROWS[:6],
+        validate_every=2, evaluation=ValidationSettings(samples=2), rollout=RolloutSettings(engines=2, max_tokens=3),
+    )  # fmt: skip
+    run.submit("validates", view="plain", run_dir=tmp_path / "run")
+    found = validations(tmp_path / "run")
+    assert sorted(found) == [0, 2, 4, 6, 8] and episode_runs.faults(tmp_path / "run", run) == []
+    for file in sample_files(tmp_path / "run"):
+        if file.split == "validation":
+            samples = read_file(file)
+            assert len(samples) == 12 and all(one["finish_reason"] != "failed" for one in samples)
+            assert {one["first_version"] for one in samples} == {one["last_version"] for one in samples} == {file.step}

@@ -47,6 +47,7 @@ def trainer(**settings: Any) -> Any:
     given: dict[str, Any] = {
         "validation": [{}], "validate_every": 2, "steps": STEPS, "keep_best": "",
         "evaluation": SimpleNamespace(background=True), "schedule": SimpleNamespace(staleness=0),
+        "rollout": SimpleNamespace(deadline_s=HANG_S),
     }  # fmt: skip
     made.settings = SimpleNamespace(**given | settings)
     made.__dict__ |= {
@@ -55,6 +56,52 @@ def trainer(**settings: Any) -> Any:
     }  # fmt: skip
     made.validation = Validation(made)
     return made
+
+
+class DrawsItself(Trainer):
+    def draw(self, prompts: Any, params: Any) -> list[Any]:
+        return []
+
+
+@pytest.mark.parametrize("staleness", [0, 1, 2])
+def test_any_pipeline_validates_in_the_background(told: Recorded, staleness: int) -> None:
+    """Ahead of training, once the engines are idle or never; else once the step has its groups."""
+    order: list[str] = []
+    made = trainer(schedule=SimpleNamespace(staleness=staleness))
+    made.buffer = SimpleNamespace(await_idle=lambda: order.append("idle"))
+
+    def validate(step: int) -> dict[str, float]:
+        order.append(f"validates {step}")
+        return {}
+
+    made.validation.run = validate
+    assert made.validation.postpone(2)
+    link: Any = None
+    with acting_as(WorkerContext(JobInfo("job", "id", None), "TRAINER", 0, 1, link)):
+        made.validation.begin(ahead=staleness == 0)
+        assert order == [] and made.validation._running is None
+        made.validation.begin(ahead=staleness > 0)
+        made.validation.end()
+    assert order == (["idle"] if staleness else []) + ["validates 2"] and 2 in told.reports
+
+
+def test_a_trainer_that_samples_ahead_by_itself_validates_between_steps() -> None:
+    for kind, staleness, possible in ((Trainer, 1, True), (DrawsItself, 1, False), (DrawsItself, 0, True)):
+        made = trainer(schedule=SimpleNamespace(staleness=staleness))
+        made.__class__ = kind
+        assert made.validation.postpone(2) == possible
+
+
+def test_a_validation_that_hangs_ends_the_run(told: Recorded) -> None:
+    ends = threading.Event()
+    made = trainer(rollout=SimpleNamespace(deadline_s=0.05))
+    try:
+        with pytest.raises(TimeoutError, match=r"validation of step 2, which is not over after rollout\.deadline_s"):
+            run_in_background(made, lambda step: {"val/never": float(ends.wait(HANG_S))})
+    finally:
+        ends.set()
+        made.validation._thread.join(HANG_S)
+    assert told.alarms == ["the training waits for the validation of step 2, for more than 0.05 s"]
 
 
 @pytest.mark.parametrize("keep_best", ["val/reward_mean", "-val/letters/mean@1"])

@@ -15,6 +15,7 @@ from rlmesh.errors import PeerLost, WeightsNotReady
 from rlmesh.rl.data.dataset import Prompt
 from rlmesh.rl.data.loader import Drawn, order
 from rlmesh.rl.rollout.requests import ErrorKind, GroupRequest
+from rlmesh.rl.rollout.role_engines import kind_of
 from rlmesh.rl.types import Episode, Group, Score, Turn
 
 __all__ = ["FakeEngines", "draw_from", "group_of", "scored"]
@@ -69,13 +70,15 @@ class FakeEngines:
         count: engines.
         time_of: position → seconds of the answer, of which none really passes.
         kills: position → True if its request kills the engine.
+        outside: position → True if the engine is killed from outside while it samples it.
     """
 
     def __init__(
         self, count: int, time_of: Callable[[int], float] = lambda position: 1.0,
         kills: Callable[[int], bool] = lambda position: False,
+        outside: Callable[[int], bool] = lambda position: False,
     ) -> None:  # fmt: skip
-        self.count, self.time_of, self.kills = count, time_of, kills
+        self.count, self.time_of, self.kills, self.outside = count, time_of, kills, outside
         self.now, self.version = 0.0, 0
         self.dead: set[int] = set()
         self.asked: list[tuple[int, int, tuple[int, ...]]] = []
@@ -97,14 +100,16 @@ class FakeEngines:
             self.version = version
             self.dead.clear()
 
-    def kill(self, rank: int) -> None:
+    def kill(self, rank: int, how: str = "killed by SIGKILL") -> None:
         """The engine dies with all that it samples."""
         with self._changed:
             self.dead.add(rank)
             futures = self._running.pop(rank, [])
         for future in futures:
             if not future.done():
-                future.set_exception(PeerLost(f"ROLLOUT:{rank} died"))
+                error = PeerLost(f"ROLLOUT:{rank} died")
+                error.reason = f"ROLLOUT rank {rank} (pid 1) {how}; its last lines:\n    killed by SIGSEGV"
+                future.set_exception(error)
 
     def hold(self) -> None:
         """No time passes until `go_on`."""
@@ -140,6 +145,9 @@ class FakeEngines:
                 if future.done():
                     return
                 if any(map(self.kills, positions)):
+                    self.kill(rank, "killed by SIGSEGV")
+                    return
+                if any(map(self.outside, positions)):
                     self.kill(rank)
                     return
                 newest = None if self.version == version else self.version
@@ -156,9 +164,7 @@ class FakeEngines:
         return found
 
     def kind_of(self, error: BaseException) -> ErrorKind:
-        if isinstance(error, WeightsNotReady):
-            return "no weights"
-        return "died" if isinstance(error, PeerLost) else "error"
+        return kind_of(error)
 
     def release(self) -> None:
         """No answer is stuck any longer."""

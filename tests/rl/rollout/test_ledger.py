@@ -96,6 +96,9 @@ def test_prompts_that_kill_are_remembered(ledger: Ledger) -> None:
     buffer.fail(first, "poison: it kills", poison=True)
     ledger.go_back(0, 0)
     assert ledger.troubles("poison") == ({1: 1}, {0: "poison: it kills"})
+    buffer.ask(second)
+    buffer.sampled(second, group_of(1, 0))
+    assert ledger.troubles("poison") == ({}, {0: "poison: it kills"}), "it has been sampled since"
 
 
 @pytest.mark.parametrize(("changed", "known"), [({}, True), ({"samples": 4}, True), ({"seed": 1}, False)])

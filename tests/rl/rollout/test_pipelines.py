@@ -11,10 +11,11 @@ from typing import Any
 
 import pytest
 
-from rlmesh.errors import PeerLost, SourceRestarted, StaleIncarnation, WeightSyncError
+from rlmesh.errors import CallTimeout, PeerLost, SourceRestarted, StaleIncarnation, WeightSyncError
 from rlmesh.rl.algorithms import GRPO
 from rlmesh.rl.rewards import Reward
 from rlmesh.rl.rollout.ledger import LEDGER, faults_of, read_rows
+from rlmesh.rl.rollout.role_engines import push_to_all
 from rlmesh.rl.trainers.run import Run
 from rlmesh.rl.trainers.trainer import Trainer
 from tests.rl import run_job
@@ -95,7 +96,8 @@ def lost(cause: Exception | None, receiver: str | None = None) -> WeightSyncErro
     ],
 )
 def test_a_push_is_made_again_if_an_engine_was_lost(error: Exception, again: bool) -> None:
-    trainer: Any = SimpleNamespace(hold=lambda role: None, engines="engines")
+    settings = SimpleNamespace(rollout=SimpleNamespace(deadline_s=60.0))
+    trainer: Any = SimpleNamespace(hold=lambda role: None, engines="engines", settings=settings)
     pushes: list[int] = []
 
     def push() -> None:
@@ -112,6 +114,36 @@ def test_a_push_is_made_again_if_an_engine_was_lost(error: Exception, again: boo
         with pytest.raises(type(error)):
             Trainer._push(trainer, push)
         assert len(pushes) == 1
+
+
+def starts() -> WeightSyncError:
+    return lost(CallTimeout("its member has not published an endpoint yet", executed="no"))
+
+
+@pytest.mark.parametrize(("attempts", "pushed"), [(9, True), (14, False)])
+def test_an_engine_that_starts_slowly_is_waited_for(attempts: int, pushed: bool) -> None:
+    """Each attempt waits for a minute; a large model takes minutes to load."""
+    clock, calls = [0.0], list[str]()
+
+    def push() -> None:
+        clock[0] += 60.0
+        calls.append("push")
+        if len(calls) <= 2 * attempts:
+            raise starts()
+
+    def make() -> None:
+        push_to_all(push, lambda: None, lambda: calls.append("after"), wait_s=600.0, clock=lambda: clock[0])
+
+    if pushed:
+        make()
+        assert calls.count("push") == attempts + 1 and calls.count("after") == attempts
+    else:
+        with pytest.raises(WeightSyncError):
+            make()
+        assert clock[0] == 600.0
+    asked = lost(CallTimeout("no answer", executed="maybe"))
+    with pytest.raises(WeightSyncError):
+        push_to_all(lambda: (_ for _ in ()).throw(asked), lambda: None, lambda: None, wait_s=600.0)
 
 
 @pytest.mark.slow

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,12 +11,14 @@ from typing import Any
 
 import pytest
 
+from rlmesh.errors import PeerLost, Restarting
 from rlmesh.rl.rollout.asking import EngineLoads
 from rlmesh.rl.rollout.buffer import GroupSlot, SampleBuffer
 from rlmesh.rl.rollout.judging import judge
 from rlmesh.rl.rollout.ledger import LEDGER, Ledger, faults_of, read_rows
 from rlmesh.rl.rollout.pipeline import Pipeline
 from rlmesh.rl.rollout.requests import sample_seed
+from rlmesh.rl.rollout.role_engines import kind_of
 from rlmesh.rl.rollout.sampler import Sampler
 from rlmesh.rl.types import Episode, Failed, Group, Outcome, Score
 from tests.own_time import HANG_S
@@ -36,7 +39,7 @@ class Loop:
     def __init__(
         self, folder: Path, engines: FakeEngines, pipeline: str, *, refill: float = 0.0, steps: int = STEPS,
         score: Callable[[Sequence[Group]], list[Group]] = scored, in_flight: int = 2,
-        extra: int = 0,
+        extra: int = 0, deadline_s: float = HANG_S,
     ) -> None:  # fmt: skip
         rules = Pipeline.parse(pipeline)
         self.engines, self.steps, self.path = engines, steps, folder / LEDGER
@@ -50,7 +53,8 @@ class Loop:
         self.sampler = Sampler(
             buffer, draw_from(PROMPTS), engines, score,
             lambda group: judge(group, total, dynamic=refill > 0, died=DIED), pipeline=rules, samples=2, seed=0,
-            in_flight=in_flight, background=rules.staleness > 0, note=self.notes.append, revive=self.revive,
+            in_flight=in_flight, background=rules.staleness > 0, deadline_s=deadline_s, note=self.notes.append,
+            revive=self.revive,
         )  # fmt: skip
 
     def revive(self) -> None:
@@ -62,10 +66,10 @@ class Loop:
         self.sampler.advance(version)
 
     def step(self, step: int) -> None:
-        groups = self.sampler.take(step, HANG_S)
+        groups = self.sampler.take(step)
         assert len(groups) == SIZE and all(group.episodes[0].outcomes for group in groups)
         self.taken.append([int(group.episodes[0].ids[1]) for group in groups])
-        self.sampler.drain(HANG_S)
+        self.sampler.drain()
         self.sampler.trained(step)
         self.engines.push(step)
         self.reports.append(self.sampler.report())
@@ -126,6 +130,9 @@ def test_responses_go_on_across_a_push(tmp_path: Path) -> None:
     with loop(tmp_path, FakeEngines(2, tenfold), "async(staleness=2)") as made:
         made.engines.stuck = {9}
         made.begin()
+        until = time.monotonic() + HANG_S
+        while not any(9 in positions for _, _, positions in made.engines.asked):
+            assert time.monotonic() < until and not threading.Event().wait(0.001)
         made.step(1)
         made.step(2)
         made.engines.release()
@@ -173,6 +180,27 @@ def test_a_group_whose_engine_dies_is_asked_for_elsewhere(tmp_path: Path, pipeli
         assert sum(report["buffer/asked_again"] for report in made.reports) >= 1
 
 
+@pytest.mark.parametrize("pipeline", PIPELINES)
+def test_engines_join_and_leave_between_pushes(tmp_path: Path, pipeline: str) -> None:
+    """Engine 1 leaves with all that it samples; later two others come."""
+    engines = FakeEngines(2, tenfold)
+    with loop(tmp_path, engines, pipeline) as made:
+        made.begin()
+        made.step(1)
+        engines.count = 1
+        engines.kill(1)
+        for step in range(2, 5):
+            made.step(step)
+        before = len(engines.asked)
+        engines.count = 3
+        for step in range(5, STEPS + 1):
+            made.step(step)
+        made.ledger.flush()
+        assert {rank for rank, _, _ in engines.asked[before:]} == {0, 1, 2}
+        assert faults_of(made.path) == []
+        assert [place for taken in made.taken for place in taken] == list(range(SIZE * STEPS))
+
+
 def test_the_only_engine_dies_and_gets_weights_again(tmp_path: Path) -> None:
     killed: list[int] = []
 
@@ -188,27 +216,95 @@ def test_the_only_engine_dies_and_gets_weights_again(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("pipeline", PIPELINES)
 @pytest.mark.parametrize("count", [1, 2])
-def test_a_prompt_that_kills_engines_is_set_aside(tmp_path: Path, pipeline: str, count: int) -> None:
+def test_a_prompt_that_kills_two_engines_is_set_aside(tmp_path: Path, pipeline: str, count: int) -> None:
     with loop(tmp_path, FakeEngines(count, tenfold, lambda position: position == 6), pipeline) as made:
         made.run()
         assert faults_of(made.path) == []
         rows = {row.position: row for row in read_rows(made.path)}
-        assert rows[6].state == "failed" and rows[6].reason.startswith("poison: 3 engines died of it")
+        assert rows[6].state == "failed" and rows[6].reason.startswith("poison: 2 engines died of it")
+        assert rows[6].deaths == 2 and {row.deaths for row in rows.values() if row.position > 6 + 3 * SIZE} == {0}
         assert {row.position for row in rows.values() if row.state != "trained"} == {6}
         assert [len(taken) for taken in made.taken] == [SIZE] * STEPS
         assert len(made.notes) == 1 and "position 6 (epoch 0" in made.notes[0]
         assert sum(report["buffer/poisoned"] for report in made.reports) == 1
 
 
+@pytest.mark.parametrize("pipeline", PIPELINES)
+@pytest.mark.parametrize("count", [1, 2])
+def test_bystanders_of_a_crash_are_neither_lost_nor_blamed(tmp_path: Path, pipeline: str, count: int) -> None:
+    """Several prompts kill, beside prompts whose engine is killed from outside."""
+    outside: list[int] = []
+
+    def shot(position: int) -> bool:
+        if position in (2, 3, 17) and position not in outside:
+            outside.append(position)
+            return True
+        return False
+
+    poison = {5, 6, 13}
+    engines = FakeEngines(count, tenfold, lambda position: position in poison, shot)
+    with loop(tmp_path, engines, pipeline) as made:
+        made.run()
+        assert faults_of(made.path) == [] and sorted(set(outside)) == [2, 3, 17]
+        rows = {row.position: row for row in read_rows(made.path)}
+        assert {row.position for row in rows.values() if row.state != "trained"} == poison
+        assert all(rows[position].reason.startswith("poison: ") for position in poison)
+        taken = [place for step in made.taken for place in step]
+        assert taken == [place for place in range(SIZE * STEPS + 3) if place not in poison]
+        # A prompt that kills gets its second engine with nothing else.
+        last = {position: positions for _, _, positions in engines.asked for position in positions}
+        assert all(last[position] == (position,) for position in poison)
+
+
+@pytest.mark.parametrize("pipeline", PIPELINES)
+def test_an_engine_that_is_killed_from_outside_again_and_again_says_little(tmp_path: Path, pipeline: str) -> None:
+    """The kernel may kill for lack of memory without being seen, so three deaths are enough, the last ones alone."""
+    with loop(tmp_path, FakeEngines(2, tenfold, outside=lambda position: position == 6), pipeline) as made:
+        made.run()
+        rows = {row.position: row for row in read_rows(made.path)}
+        assert rows[6].reason.startswith("poison: 3 engines died of it")
+        assert {row.position for row in rows.values() if row.state != "trained"} == {6}
+        asked = [positions for _, _, positions in made.engines.asked if 6 in positions]
+        assert asked[-1] == (6,) and faults_of(made.path) == []
+
+
+@pytest.mark.parametrize(
+    ("how", "kind"),
+    [
+        ("killed by SIGSEGV", "crashed"),
+        ("killed by SIGABRT", "crashed"),
+        ("exited with code 70", "crashed"),
+        ("killed by SIGKILL (out of memory: its peak was 9 MiB, and it had asked for 9 MiB)", "crashed"),
+        ("killed by SIGKILL", "died"),
+        ("was ended by SIGTERM: its node is drained", "died"),
+        ("killed by SIGKILL; its last lines:\n    exited with code 1", "died"),
+        ("the connection was lost", "died"),
+    ],
+)
+def test_the_end_of_a_process_says_whether_it_crashed(how: str, kind: str) -> None:
+    error = PeerLost("gone")
+    error.reason = f"ROLLOUT rank 0 (pid 9 on box) {how}"
+    assert kind_of(error) == kind
+    begun = PeerLost("gone", executed="no")
+    begun.reason = error.reason
+    assert kind_of(begun) == "no weights", "the request was not begun"
+    assert kind_of(Restarting("again", executed="no")) == "no weights" and kind_of(ValueError("no")) == "error"
+
+
 def test_a_suspect_is_asked_for_alone() -> None:
     loads = EngineLoads(round_size=0, in_flight=4)
     loads.serve([0, 1])
-    slots = [GroupSlot(position, (0, position), deaths=2 * (position == 1)) for position in range(5)]
+    slots = [GroupSlot(position, (0, position), suspect=7 * (position == 1)) for position in range(5)]
     plan = loads.plan(slots)
     assert plan[0] == (0, [slots[1]]) and all(rank == 1 for rank, _ in plan[1:]) and len(plan) == 5
     for rank, part in plan:
-        loads.begin(rank, part)
-    assert all(rank == 1 for rank, _ in loads.plan([GroupSlot(9, (0, 9))])) and loads.end(0, [slots[1]])
+        loads.begin(rank, part, 0.0)
+    assert all(rank == 1 for rank, _ in loads.plan([GroupSlot(9, (0, 9))])) and loads.end(0, [slots[1]]).alone
+    # What an engine samples when it is lost is lost together.
+    losses = [loads.end(1, [slot], lost=True).loss for slot in slots[2:]]
+    loads.serve([1])
+    loads.begin(1, [slots[2]], 0.0)
+    assert losses == [1, 1, 1] and loads.end(1, [slots[2]], lost=True).loss == 2
 
 
 @pytest.mark.parametrize("pipeline", ["sync", "one-step-off", "async"])
@@ -282,7 +378,7 @@ def test_rewards_that_always_fail_end_the_run(tmp_path: Path, pipeline: str) -> 
     with loop(tmp_path, FakeEngines(1), pipeline, score=score) as made:
         made.begin()
         with pytest.raises(RuntimeError, match=r"no response of the batch has a reward.*no truth"):
-            made.sampler.take(1, HANG_S)
+            made.sampler.take(1)
 
 
 @pytest.mark.parametrize("pipeline", ["sync", "one-step-off", "async"])
@@ -300,17 +396,83 @@ def test_an_error_ends_the_wait(tmp_path: Path, pipeline: str, where: str) -> No
     with loop(tmp_path, Broken(1), pipeline, score=score) as made:
         made.begin()
         with pytest.raises(KeyError, match="broken"):
-            made.sampler.take(1, HANG_S)
+            made.sampler.take(1)
 
 
-def test_a_wait_that_takes_too_long_says_what_it_waits_for(tmp_path: Path) -> None:
+@pytest.mark.parametrize("pipeline", ["sync", "one-step-off", "async"])
+def test_a_wait_without_any_answer_says_who_is_waited_for(
+    tmp_path: Path, pipeline: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rlmesh.rl.rollout.sampler.TELL_S", 0.1)
     engines = FakeEngines(1)
     engines.hold()
-    with loop(tmp_path, engines, "async") as made:
+    with loop(tmp_path, engines, pipeline, deadline_s=0.3) as made:
         made.begin()
-        with pytest.raises(TimeoutError, match=r"the groups of step 1 are not there: .*engine 0 samples 2 groups"):
-            made.sampler.take(1, 0.2)
+        count = 2 if pipeline == "async" else 4
+        with pytest.raises(TimeoutError) as raised:
+            made.sampler.take(1)
+        told = str(raised.value)
+        assert told.startswith("the training waits for the groups of step 1, and nothing has come for 0.3 s: ")
+        third = "drawn" if count == 2 else "sampling"
+        assert f"position 0 is sampling; position 1 is sampling; position 2 is {third}" in told
+        assert f"engine 0 samples {count} groups (positions 0, 1" in told and "the last one since 0 s" in told
+        assert len(made.notes) == 1 and "nothing has come for 0.1 s" in made.notes[0]
         engines.go_on()
+
+
+@pytest.mark.parametrize("pipeline", ["one-step-off", "async"])
+def test_a_wait_for_a_reward_says_so(tmp_path: Path, pipeline: str) -> None:
+    goes_on = threading.Event()
+
+    def score(groups: Sequence[Group]) -> list[Group]:
+        assert goes_on.wait(HANG_S)
+        return scored(groups)
+
+    with loop(tmp_path, FakeEngines(1), pipeline, deadline_s=0.3, score=score) as made:
+        made.begin()
+        with pytest.raises(TimeoutError, match=r"engine 0 samples nothing; rewards score positions 0, 1"):
+            made.sampler.take(1)
+        goes_on.set()
+
+
+def test_a_wait_for_the_end_of_sampling_has_a_deadline(tmp_path: Path) -> None:
+    with loop(tmp_path, FakeEngines(1), "one-step-off", deadline_s=0.3) as made:
+        made.engines.stuck = {10}
+        made.begin()
+        made.step(1)
+        made.sampler.take(2)
+        with pytest.raises(TimeoutError, match=r"waits for the end of sampling, .*position 10 is sampling"):
+            made.sampler.drain()
+
+
+def test_answers_that_come_slowly_are_waited_for(tmp_path: Path) -> None:
+    """The deadline is of the time without any answer, and not of the whole wait."""
+    clock, engines = [0.0], FakeEngines(1)
+    with loop(tmp_path, engines, "sync", deadline_s=10.0) as made:
+        made.sampler._clock = lambda: clock[0]
+        answered = made.sampler._scored
+
+        def slowly(*given: Any) -> None:
+            clock[0] += 9.0
+            answered(*given)
+
+        made.sampler._scored = slowly  # type: ignore[method-assign, assignment]
+        for step in range(1, 4):
+            made.begin(step - 1) if step == 1 else None
+            made.step(step)
+        assert clock[0] == 27.0
+
+
+@pytest.mark.parametrize("pipeline", PIPELINES)
+def test_engines_are_idle_before_a_push_or_never(tmp_path: Path, pipeline: str) -> None:
+    with loop(tmp_path, FakeEngines(2, tenfold), pipeline) as made:
+        made.begin()
+        made.sampler.take(1)
+        made.sampler.await_idle()
+        if pipeline == "one-step-off":
+            assert made.sampler.buffer.counts() == {"drawn": 0, "sampling": 0, "sampled": SIZE, "ready": SIZE}
+        made.sampler.pause()
+        made.sampler.await_idle()
 
 
 @pytest.mark.parametrize("pipeline", PIPELINES)
@@ -374,7 +536,7 @@ def test_engines_are_idle_once_a_step_has_its_groups(tmp_path: Path) -> None:
 
     with loop(tmp_path, FakeEngines(1), "sync", refill=1.0, extra=2, score=score) as made:
         made.begin()
-        made.sampler.take(1, HANG_S)
+        made.sampler.take(1)
         assert made.engines.asked == [(0, 0, (0, 1, 2, 3, 4, 5))]
         assert made.sampler.buffer.counts()["sampling"] == 0
 

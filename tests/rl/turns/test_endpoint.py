@@ -6,7 +6,9 @@ import asyncio
 import json
 import math
 from collections.abc import AsyncIterator, Callable
+from concurrent.futures import Future
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -16,7 +18,7 @@ pytest.importorskip("uvicorn")
 openai = pytest.importorskip("openai")
 
 from rlmesh.errors import UsageError, WeightsNotReady  # noqa: E402
-from rlmesh.rl.engines.rollout import SamplingParams  # noqa: E402
+from rlmesh.rl.engines.rollout import Sample, SamplingParams  # noqa: E402
 from rlmesh.rl.rollout.endpoint.server import Endpoint  # noqa: E402
 from rlmesh.rl.rollout.endpoint.sessions import AgentSession  # noqa: E402
 from rlmesh.rl.rollout.episodes.chat_spans import ChatSpans  # noqa: E402
@@ -307,6 +309,31 @@ async def test_engine_errors_are_server_errors_and_noted() -> None:
         with pytest.raises(openai.InternalServerError, match="no weights yet") as raised:
             await client.chat.completions.create(model="any", messages=[USER])
         assert raised.value.status_code == 503 and isinstance(session.error, WeightsNotReady)
+
+
+class Late(ScriptedEngine):
+    """Ends each response at a limit of time."""
+
+    def submit(self, prompt: Any, params: SamplingParams, **options: Any) -> Any:
+        sample = super().submit(prompt, params, **options).result()
+        late: Future[Sample] = Future()
+        late.set_result(replace(sample, finish_reason="time"))
+        return late
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_limit_of_time_is_a_length_for_the_client_and_recorded_as_it_is(stream: bool) -> None:
+    async with serving(echo) as served:
+        served.endpoint._sampler.engine = Late(TOKENIZER, echo)  # type: ignore[assignment]
+        session, client = served.session()
+        made = await client.chat.completions.create(model="any", messages=[USER], stream=stream)
+        if stream:
+            reasons = [piece.choices[0].finish_reason async for piece in made if piece.choices]
+        else:
+            reasons = [made.choices[0].finish_reason]
+        assert [one for one in reasons if one] == ["length"]
+        (episode,) = episodes_of(session)
+        assert (episode.finish_reason, episode.extras["cut_off"]) == ("time", {"1": "time"})
 
 
 async def test_a_wrong_key_an_unknown_episode_and_an_unknown_path_are_refused() -> None:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import re
 import threading
 import time
+import urllib.error
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, ClassVar
 
@@ -20,6 +23,7 @@ from rlmesh.rl.rollout.episodes.plan import EpisodePlan
 from rlmesh.rl.rollout.episodes.tasks import EpisodeTask
 from rlmesh.rl.types import Episode
 from tests.own_time import HANG_S
+from tests.rl.turns.episode_runs import complete
 from tests.rl.turns.scripted import ScriptedEngine, make_tokenizer
 
 PARAMS = SamplingParams(100)
@@ -333,3 +337,40 @@ def test_calls_beside_each_other_start_one_endpoint(monkeypatch: pytest.MonkeyPa
     finally:
         maker.close()
     assert started == []
+
+
+@pytest.mark.parametrize("own", ["", "sk-of-a-judge"])
+def test_a_key_of_the_user_stays_and_a_client_finds_one(own: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An agent takes a base URL only: its client reads the key from the environment."""
+    pytest.importorskip("uvicorn")
+    monkeypatch.setenv("OPENAI_BASE_URL", "http://judge.example/v1")
+    if own:
+        monkeypatch.setenv("OPENAI_API_KEY", own)
+    else:
+        monkeypatch.delenv("OPENAI_API_KEY", raising=False)
+    seen: list[tuple[str, str]] = []
+
+    def agent(base_url: str) -> str:
+        seen.append((os.environ["OPENAI_API_KEY"], os.environ["OPENAI_BASE_URL"]))
+        with pytest.raises(urllib.error.HTTPError, match="401"):
+            complete(base_url, "wrong", "ab")
+        if own:  # it opens no more than the URLs of episodes
+            with pytest.raises(urllib.error.HTTPError, match="401"):
+                complete(re.sub("/episodes/[^/]+", "", base_url), own, "ab")
+        return complete(base_url, os.environ["OPENAI_API_KEY"], "ab")
+
+    def explicit(base_url: str, api_key: str) -> str:
+        return complete(base_url, api_key, "ab")
+
+    tokenizer = make_tokenizer(None)
+    for function in (agent, explicit):
+        engine: Any = ScriptedEngine(tokenizer, lambda text, params: f"{text}!")
+        maker = EpisodeMaker(engine, tokenizer, EpisodePlan(EpisodeSettings(), agent=function))
+        try:
+            ((episode,),) = maker.make([EpisodeTask(0, np.ones(1, np.int32), {}, seed=0)], PARAMS)
+        finally:
+            maker.close()
+        assert (episode.failure, episode.extras["result"]) == ("", "ab!")
+        assert os.environ.get("OPENAI_API_KEY", "") == own, "as it was before"
+    ((key, url),) = seen
+    assert url == "http://judge.example/v1" and (key == own or (not own and len(key) >= 43))

@@ -30,6 +30,15 @@ def own_memory(tensors: Iterable[Tensor]) -> None:
             local.data = local.data.clone()
 
 
+def free_unused_gpu_memory() -> None:
+    """Return the memory that torch keeps without using it to the GPU, for other processes."""
+    # The workspaces of cuBLAS, which are made again when they are needed, would hold the segments that they are in.
+    clear = getattr(torch._C, "_cuda_clearCublasWorkspaces", None)
+    if clear is not None:
+        clear()
+    torch.cuda.empty_cache()
+
+
 class Offloaded:
     """The storages below ``tensors``, moved off their device.
 
@@ -92,7 +101,7 @@ class Offloaded:
 
     def _empty_cache(self) -> None:
         if any(storage.device.type == "cuda" for storage in self._storages):
-            torch.cuda.empty_cache()
+            free_unused_gpu_memory()
 
 
 def _local(tensor: Tensor) -> Tensor:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import itertools
 import threading
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
+from multiprocessing.process import BaseProcess
 from typing import Any
 
 from rlmesh.errors import UsageError, WeightSyncError
@@ -72,6 +73,9 @@ class AsyncVllmEngine(VllmBase):
         self._kept: list[tuple[Growing, RequestBatch]] = []
         self._halted = False
         self._resuming: set[asyncio.Task[None]] = set()
+        self.on_lost: Callable[[str], object] = lambda why: None
+        """Called on the engine's thread if vLLM's process ends by itself. The engine cannot sample any more."""
+        self._children: list[BaseProcess] = []
         self._engine: Any = None
         self._loop = asyncio.new_event_loop()
         started: Future[None] = Future()
@@ -97,7 +101,11 @@ class AsyncVllmEngine(VllmBase):
                     "AsyncVllmEngine needs vLLM 0.32 or newer, which says of each token what weights it is of; this is "
                     f"{vllm.__version__}. VllmEngine runs on it"
                 )
+            others = [child.pid for child in children()]
             self._engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**self._arguments))
+            self._children = [child for child in children() if child.pid not in others]
+            for child in self._children:
+                self._loop.add_reader(child.sentinel, self._child_ended, child)
 
         try:
             self._loop.run_until_complete(start())
@@ -110,7 +118,20 @@ class AsyncVllmEngine(VllmBase):
         self._loop.run_until_complete(self._stop())
         self._loop.close()
 
+    def _child_ended(self, child: BaseProcess) -> None:
+        self._watch_no_longer()
+        child.join(0)
+        why = f"{self.gate.who}: vLLM's process {child.name} (pid {child.pid}) exited with code {child.exitcode}"
+        self.gate.set_version(None, why)
+        self.on_lost(why)
+
+    def _watch_no_longer(self) -> None:
+        for child in self._children:
+            self._loop.remove_reader(child.sentinel)
+        self._children = []
+
     async def _stop(self) -> None:
+        self._watch_no_longer()
         error = UsageError(f"{self.gate.who} was closed")
         for batch in [*(stretch.batch for stretch in self._stretches.values()), *(batch for _, batch in self._kept)]:
             batch.fail(error)

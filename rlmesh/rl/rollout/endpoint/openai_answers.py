@@ -137,8 +137,9 @@ class AnswerWriter:
         return found
 
     def finish_reason(self, message: Mapping[str, Any], sample: Sample) -> str:
-        """The reason for the end, as OpenAI names it; ``abort`` is that of the engine."""
-        return "tool_calls" if "tool_calls" in message else sample.finish_reason
+        """The reason for the end, as OpenAI names it: a time limit is a ``length`` too; ``abort`` is the engine's."""
+        reason = "length" if sample.finish_reason == "time" else sample.finish_reason
+        return "tool_calls" if "tool_calls" in message else reason
 
     def log_probs(self, ids: Sequence[int], log_probs: Sequence[float]) -> dict[str, Any]:
         """The log-probabilities of tokens under the sampling distribution, in nats."""

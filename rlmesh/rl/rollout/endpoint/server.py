@@ -72,6 +72,8 @@ class Endpoint:
             network that is trusted.
         port: 0: a free one.
         api_key: ``""``: a new one of 256 bits.
+        own_key: a key that requests to the URL of an episode, which is secret too, may have instead: that of the user,
+            which a client finds in its environment.
         timeout_s: of a request that belongs to no episode.
         parse: finds tool calls in texts.
         sampler: None: a new one.
@@ -80,11 +82,11 @@ class Endpoint:
 
     def __init__(
         self, engine: RolloutEngine, tokenizer: Any, *, model: str = "policy", max_tokens: int = 256,
-        host: str = "127.0.0.1", port: int = 0, api_key: str = "", timeout_s: float = 600.0,
+        host: str = "127.0.0.1", port: int = 0, api_key: str = "", own_key: str = "", timeout_s: float = 600.0,
         parse: ToolCallParser = hermes_calls, sampler: TurnSampler | None = None,
         template: Mapping[str, Any] | None = None,
     ) -> None:  # fmt: skip
-        self.model, self.api_key = model, api_key or secrets.token_urlsafe(32)
+        self.model, self.api_key, self._own_key = model, api_key or secrets.token_urlsafe(32), own_key
         self._host, self._port, self._max_tokens, self._timeout_s = host, port, max_tokens, timeout_s
         self._spans, self._parse = ChatSpans(tokenizer, template=template or {}), parse
         self._own_sampler = sampler is None
@@ -158,7 +160,7 @@ class Endpoint:
 
     def open_session(self, session: AgentSession) -> str:
         """Let a session take requests; returns its base URL."""
-        name = f"{session.task.number}-{secrets.token_hex(6)}"
+        name = f"{session.task.number}-{secrets.token_hex(16)}"
         self._sessions[name] = session
         return f"{self._root}/episodes/{name}/v1"
 
@@ -188,14 +190,14 @@ class Endpoint:
 
         async def answer(request: Request) -> Response:
             try:
-                given = request.headers.get("authorization", "").removeprefix("Bearer ")
-                if not secrets.compare_digest(given.encode(), self.api_key.encode()):
+                given = request.headers.get("authorization", "").removeprefix("Bearer ").encode()
+                name = request.path_params.get("episode")
+                session = None if name is None else self._sessions.get(name)
+                keys = [self.api_key, *([self._own_key] if session is not None and self._own_key else ())]
+                if not any(secrets.compare_digest(given, key.encode()) for key in keys):
                     raise RequestRefused("the API key is wrong", status=401, code="invalid_api_key")
-                session = None
-                if (name := request.path_params.get("episode")) is not None:
-                    session = self._sessions.get(name)
-                    if session is None:
-                        raise RequestRefused(f"there is no episode {name}, or it has ended", status=404)
+                if name is not None and session is None:
+                    raise RequestRefused(f"there is no episode {name}, or it has ended", status=404)
                 return await handle(request, session)
             except RequestRefused as refused:
                 return JSONResponse(refused.body(), refused.status)

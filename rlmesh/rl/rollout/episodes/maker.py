@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 __all__ = ["EpisodeMaker"]
 
 CLOSE_S = 10.0
+KEY = "OPENAI_API_KEY"
 
 
 class EpisodeMaker:
@@ -83,6 +84,8 @@ class EpisodeMaker:
     async def _end(self) -> None:
         if self._endpoint is not None:
             await self._endpoint.stop()
+            if os.environ.get(KEY) == self._endpoint.api_key:
+                del os.environ[KEY]
         mine = asyncio.current_task()
         left = [task for task in asyncio.all_tasks() if task is not mine]
         for task in left:
@@ -112,15 +115,18 @@ class EpisodeMaker:
     async def _start_endpoint(self) -> None:
         from rlmesh.rl.rollout.endpoint.server import Endpoint
 
-        settings = self.plan.settings
+        settings, own = self.plan.settings, os.environ.get(KEY, "")
         endpoint = Endpoint(
             self._engine, self._tokenizer, max_tokens=self.plan.turn_tokens, host=settings.host, port=settings.port,
-            timeout_s=settings.turn_timeout_s, parse=self._parse, sampler=self._sampler, template=self.plan.template,
+            own_key=own, timeout_s=settings.turn_timeout_s, parse=self._parse, sampler=self._sampler,
+            template=self.plan.template,
         )  # fmt: skip
         await endpoint.start()
         self._endpoint = endpoint
-        # OpenAI's client finds its key there, so that an agent needs to take nothing but a base URL.
-        os.environ["OPENAI_API_KEY"] = endpoint.api_key
+        # OpenAI's client finds its key there, so that an agent needs to take nothing but a base URL. A key of the user
+        # stays, for other clients of this process; requests to the URL of an episode may have it too.
+        if not own:
+            os.environ[KEY] = endpoint.api_key
 
     async def _play(self, task: EpisodeTask, params: SamplingParams) -> list[Episode]:
         if self._endpoint is not None:

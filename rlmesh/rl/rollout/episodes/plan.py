@@ -20,7 +20,7 @@ __all__ = ["AGENT_INPUTS", "EpisodePlan", "callable_name"]
 
 AGENT_INPUTS = {
     "base_url": "the base URL of the episode, for a client of OpenAI's interface",
-    "api_key": "the key of the endpoint; the variable OPENAI_API_KEY has it too",
+    "api_key": "the key of the endpoint; the variable OPENAI_API_KEY has it too, unless it has a key of the user",
     "model": "the name of the model",
     "row": "the row of the data set",
     "seed": "a number of the episode",

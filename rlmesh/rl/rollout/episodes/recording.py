@@ -11,6 +11,8 @@ from rlmesh.rl.types import Episode, Ids, Turn
 
 __all__ = ["RecordedTurn", "Recording"]
 
+CUT_OFF = ("length", "time")
+
 
 @dataclass(eq=False)
 class RecordedTurn:
@@ -87,6 +89,15 @@ class Recording:
         inner = set(self._parents.values())
         return [turn for turn in self._turns if turn not in inner]
 
+    def _cut_off(self, last: RecordedTurn) -> dict[str, str]:
+        """The turns of a branch that ended at a limit of tokens or time: number of the turn → the limit."""
+        found, turn = {}, last
+        while turn is not self.root:
+            if turn.finish_reason in CUT_OFF:
+                found[str(turn.depth)] = turn.finish_reason
+            turn = self._parents[turn]
+        return dict(reversed(found.items()))
+
     def episodes(
         self, prompt: Ids, extras: Mapping[str, Any], *, finish_reason: str = "", failure: str = ""
     ) -> list[Episode]:
@@ -107,6 +118,8 @@ class Recording:
                 turns.append(Turn.said(turn.ids) if id(turn) in taken else turn)
                 taken.add(id(turn))
             own = {**extras, "turns": last.depth, **({"branch": number} if number else {})}
+            if cut := self._cut_off(last):
+                own["cut_off"] = cut
             if isinstance(last.said, list):
                 own["messages"] = last.said
             made.append(Episode(tuple(turns), finish_reason or last.finish_reason, extras=own, failure=failure))

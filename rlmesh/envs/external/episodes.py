@@ -1,0 +1,141 @@
+"""The episodes of external environments in a runner: rows that wait to be sampled."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from rlmesh.envs.batches import columns
+from rlmesh.envs.modules.policy import Explorer
+from rlmesh.envs.runners.fragments import Fragment
+
+__all__ = ["ActedSteps", "ExternalEpisode", "Piece", "fragment_of"]
+
+STRETCH = 64
+"""Steps for which an explorer is made at once."""
+
+
+@dataclass
+class Piece:
+    """Consecutive steps of one episode.
+
+    Attributes:
+        columns: by name, ``[steps, …]``.
+        after: the observation after the last step.
+        ended: ``terminated`` or ``truncated`` if the last step ends the episode.
+    """
+
+    columns: dict[str, np.ndarray]
+    after: np.ndarray
+    ended: str = ""
+
+    def __len__(self) -> int:
+        return len(self.columns[columns.OBS])
+
+
+class ActedSteps:
+    """Steps of an episode that one explorer acted in, with the weights of one version.
+
+    Attributes:
+        obs, rewards: of its steps, ``[STRETCH, …]``.
+        count: steps whose action was chosen.
+        taken: steps that were sampled already.
+    """
+
+    def __init__(self, explorer: Explorer, obs: np.ndarray, version: int) -> None:
+        self.explorer, self.obs, self.version = explorer, obs, version
+        self.rewards = np.zeros(STRETCH, np.float32)
+        self.count = self.taken = 0
+
+    def fits(self, version: int) -> bool:
+        """True if the next step can be acted in with this explorer."""
+        return self.version == version and self.count < STRETCH
+
+
+@dataclass
+class ExternalEpisode:
+    """An episode of a client.
+
+    Attributes:
+        eps_id: its number in batches.
+        train: its steps are sampled.
+        stretch: the steps since the last change of weights; None before the first action.
+        steps: actions that were chosen.
+        reward: rewards since the last action.
+        total: rewards of the finished steps.
+        next_obs: the observation after the last step; None while the step of the last action is not finished.
+    """
+
+    client: str
+    eps_id: int
+    train: bool
+    stretch: ActedSteps | None = None
+    steps: int = 0
+    reward: float = 0.0
+    total: float = 0.0
+    next_obs: np.ndarray | None = None
+
+    @property
+    def is_open(self) -> bool:
+        """True if the step of the last action is not finished."""
+        return self.stretch is not None and self.next_obs is None
+
+    @property
+    def ready(self) -> int:
+        """Finished steps that were not sampled yet."""
+        if self.stretch is None or not self.train:
+            return 0
+        return self.stretch.count - self.stretch.taken - (self.next_obs is None)
+
+    def close_step(self, next_obs: np.ndarray) -> None:
+        """Finish the step of the last action with the rewards since then, and the observation after it."""
+        if self.stretch is None or self.next_obs is not None:
+            return
+        self.stretch.rewards[self.stretch.count - 1] = self.reward
+        self.total += self.reward
+        self.reward, self.next_obs = 0.0, next_obs
+
+    def open_step(self) -> None:
+        """Count an action that was chosen in the stretch."""
+        assert self.stretch is not None
+        self.stretch.count += 1
+        self.steps += 1
+        self.next_obs = None
+
+    def take(self, ended: str = "") -> list[Piece]:
+        """The finished steps that were not taken before, as at most one piece."""
+        stretch, length = self.stretch, self.ready
+        if stretch is None or not length:
+            return []
+        part = slice(stretch.taken, stretch.taken + length)
+        after = stretch.obs[part.stop] if self.next_obs is None else self.next_obs
+        first = self.steps - (stretch.count - part.start)
+        steps = {
+            columns.OBS: stretch.obs[part].copy(), columns.REWARDS: stretch.rewards[part].copy(),
+            columns.T: np.arange(first, first + length), columns.EPS_ID: np.full(length, self.eps_id),
+            **{name: column[0, part].copy() for name, column in stretch.explorer.columns().items()},
+        }  # fmt: skip
+        stretch.taken = part.stop
+        return [Piece(steps, after.copy(), ended)]
+
+
+def fragment_of(pieces: Sequence[Piece]) -> Fragment:
+    """The pieces as one fragment, each at the end of its row of time, so that the last step is in the last column."""
+    size, steps = len(pieces), max(map(len, pieces))
+    given: dict[str, np.ndarray] = {}
+    for name, column in pieces[0].columns.items():
+        given[name] = np.zeros((size, steps, *column.shape[1:]), column.dtype)
+    valid = np.zeros((size, steps), bool)
+    given[columns.TERMINATEDS], given[columns.TRUNCATEDS] = np.zeros((2, size, steps), bool)
+    ended = []
+    for i, piece in enumerate(pieces):
+        part = slice(steps - len(piece), steps)
+        valid[i, part] = True
+        for name, column in piece.columns.items():
+            given[name][i, part] = column
+        if piece.ended:
+            given[columns.TERMINATEDS if piece.ended == "terminated" else columns.TRUNCATEDS][i, -1] = True
+            ended.append((i, steps - 1, piece.after))
+    return Fragment(size, steps, given, valid, np.stack([piece.after for piece in pieces]), ended)

@@ -1,0 +1,154 @@
+"""Plays an episode with the policy of an algorithm, and keeps the frames that its environment renders."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import gymnasium
+import numpy as np
+
+from rlmesh.envs.algorithms.algorithm import Algorithm
+from rlmesh.envs.environments.registry import EnvContext, env_creator_of
+from rlmesh.envs.recording.pictures import require_format, write_frames
+from rlmesh.envs.runners.env_runner import EnvRunner
+from rlmesh.errors import UsageError
+
+__all__ = ["RecordedEpisode", "play_episode", "record_episode"]
+
+MAX_STEPS = 10_000
+"""Steps after which a recording ends, for environments whose episodes have no end."""
+
+
+@dataclass
+class RecordedEpisode:
+    """An episode that a policy played.
+
+    Attributes:
+        frames: what the environment rendered after the reset and after each step, ``[height, width, 3]``, uint8.
+        rewards: of each step.
+        ended: ``terminated``, ``truncated``, or empty if the recording ended first.
+        fps: frames per second that the environment names; 30 if it names none.
+    """
+
+    frames: list[np.ndarray] = field(default_factory=list)
+    rewards: list[float] = field(default_factory=list)
+    ended: str = ""
+    fps: int = 30
+
+    @property
+    def total(self) -> float:
+        """The sum of the rewards."""
+        return float(sum(self.rewards))
+
+
+class _Enough(Exception):
+    """The episode has all the steps that are wanted."""
+
+
+class _Filmed(gymnasium.Wrapper[Any, Any, Any, Any]):
+    """An environment whose frames are kept, from its first reset to the end of its first episode."""
+
+    def __init__(self, env: Any, episode: RecordedEpisode, steps: int) -> None:
+        super().__init__(env)
+        self._episode, self._left, self._begun = episode, steps, False
+
+    def reset(self, **arguments: Any) -> Any:
+        if self._begun:
+            raise _Enough
+        self._begun = True
+        outcome = super().reset(**arguments)
+        self._keep()
+        return outcome
+
+    def step(self, action: Any) -> Any:
+        if self._left == 0:
+            raise _Enough
+        self._left -= 1
+        outcome = super().step(action)
+        _, reward, terminated, truncated, _ = outcome
+        self._episode.rewards.append(float(reward))
+        self._keep()
+        self._episode.ended = "terminated" if terminated else "truncated" if truncated else ""
+        return outcome
+
+    def _keep(self) -> None:
+        frame = self.env.render()
+        if isinstance(frame, list):  # render_mode="rgb_array_list"
+            frame = frame[-1] if frame else None
+        frame = np.asarray(frame) if frame is not None else np.zeros(0)
+        if frame.ndim != 3 or frame.shape[-1] not in (3, 4) or frame.dtype != np.uint8:
+            mode = getattr(self.env, "render_mode", None)
+            given = f"{frame.dtype} of shape {frame.shape}" if frame.size else "nothing"
+            raise UsageError(
+                f"the environment renders no frames: render() with render_mode={mode!r} gave {given}; it should give "
+                "uint8 of shape (height, width, 3), as with render_mode='rgb_array'"
+            )
+        self._episode.frames.append(frame[..., :3].copy())
+
+
+def play_episode(algorithm: Algorithm, *, seed: int | None = 0, max_steps: int = MAX_STEPS) -> RecordedEpisode:
+    """Play one episode with the policy of an algorithm, without exploration, in an environment of its own.
+
+    Args:
+        seed: of the environment.
+        max_steps: the recording ends after that many steps.
+
+    Raises:
+        UsageError: the environment renders no frames.
+    """
+    episode = RecordedEpisode()
+    config = algorithm.config
+    arguments = algorithm._runner_arguments(config)
+    settings = {**arguments.pop("env_config"), **dict(config["evaluation_config"]).get("env_config", {})}
+    creator: Callable[[EnvContext], Any] = env_creator_of(arguments.pop("env_creator"))
+    if hasattr(creator, "env_id"):
+        settings["render_mode"] = "rgb_array"
+
+    def filmed(context: EnvContext) -> Any:
+        try:
+            env = creator(context)
+        except gymnasium.error.DependencyNotInstalled as error:
+            raise UsageError(f"the environment cannot be rendered: {error}") from error
+        if isinstance(env, gymnasium.vector.VectorEnv):
+            raise UsageError("a recording plays one environment; the creator made a vector environment")
+        episode.fps = int(getattr(env, "metadata", {}).get("render_fps") or episode.fps)
+        return _Filmed(env, episode, max_steps)
+
+    del arguments["sample_timeout_s"]  # of a group
+    arguments |= {
+        "num_envs": 1, "seed": seed, "explore": False, "vectorize_mode": "local", "learn_connectors": False,
+        "restart_failed_sub_environments": False,
+        "policy_config": {**arguments["policy_config"], "estimate_advantages": None},
+    }  # fmt: skip
+    runner = EnvRunner(filmed, **arguments, env_config=settings)
+    try:
+        runner.set_weights(algorithm.env_runner.get_weights())
+        while True:
+            runner.sample(64)
+    except _Enough:
+        return episode
+    except gymnasium.error.DependencyNotInstalled as error:
+        raise UsageError(f"the environment cannot be rendered: {error}") from error
+    finally:
+        runner.stop()
+
+
+def record_episode(
+    algorithm: Algorithm, path: str | Path, *, seed: int | None = 0, max_steps: int = MAX_STEPS, frames: int = 8
+) -> RecordedEpisode:
+    """Play an episode and write it as a strip of frames (``.png``), an animation (``.gif``) or a video (``.mp4``).
+
+    Args:
+        path: the file; its ending chooses the form.
+        frames: frames of a strip.
+
+    Raises:
+        UsageError: another ending, a library that is not installed, or an environment that renders no frames.
+    """
+    require_format(Path(path))
+    episode = play_episode(algorithm, seed=seed, max_steps=max_steps)
+    write_frames(Path(path), episode.frames, episode.rewards, fps=episode.fps, strip=frames)
+    return episode

@@ -1,0 +1,66 @@
+"""Environments in which the past matters, and settings of small modules with memory."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+
+from ..environments import Count
+
+LSTM: dict[str, Any] = {"fcnet_hiddens": (8,), "use_lstm": True, "lstm_cell_size": 12, "max_seq_len": 5}
+ATTENTION: dict[str, Any] = {
+    "fcnet_hiddens": (8,), "use_attention": True, "attention_dim": 12, "attention_num_heads": 2,
+    "attention_head_dim": 4, "attention_memory_inference": 6, "attention_memory_training": 6,
+    "attention_position_wise_mlp_dim": 8, "max_seq_len": 5,
+}  # fmt: skip
+MODELS: dict[str, dict[str, Any]] = {
+    "lstm": LSTM,
+    "attention": ATTENTION,
+    "attention over 2 units and 3 steps": {
+        **ATTENTION, "attention_num_transformer_units": 2, "attention_memory_inference": 3,
+        "attention_memory_training": 3,
+    },
+}  # fmt: skip
+
+
+class Waves(Count):
+    """`Count` with observations between -1 and 1 that are all different."""
+
+    observation_space = gym.spaces.Box(-1, 1, (2,), np.float32)
+
+    def observe(self) -> np.ndarray:
+        at = 3.0 * self.episode + 1.7 * self.at
+        return np.array([np.sin(at), np.cos(1.3 * at)], np.float32)
+
+
+class Cue(gym.Env[np.ndarray, Any]):
+    """The first observation has a cue, +1 or -1; the action of the last step has to name it: return +1, otherwise -1.
+
+    The last observation is the same for both cues. So a policy that is a function of the observation alone is right
+    with probability 1/2, and its mean return is 0.
+
+    Args:
+        wait: steps between the cue and the answer.
+    """
+
+    observation_space = gym.spaces.Box(-1, 1, (2,), np.float32)
+    action_space = gym.spaces.Discrete(2)
+
+    def __init__(self, wait: int = 3) -> None:
+        self.wait = wait
+
+    def observe(self) -> np.ndarray:
+        return np.array([self.cue if self.at == 0 else 0, self.at == self.wait], np.float32)
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[np.ndarray, dict[str, Any]]:
+        super().reset(seed=seed)
+        self.at, self.cue = 0, 2 * int(self.np_random.integers(2)) - 1
+        return self.observe(), {}
+
+    def step(self, action: Any) -> tuple[np.ndarray, float, bool, bool, dict[str, Any]]:
+        over = self.at == self.wait
+        reward = float((2 * action - 1) * self.cue) if over else 0.0
+        self.at += 1
+        return self.observe(), reward, over, False, {}
