@@ -299,12 +299,10 @@ def _sampling(c: Conversion) -> None:
             "max_num_seqs",
             "max_num_batched_tokens",
             "enforce_eager",
-            "dtype",
             "max_model_len",
         ):
             c.move(f"{ROLLOUT}.{key}", f"rollout.options.{key}")
-        if not c.has(f"{ROLLOUT}.dtype"):
-            c.set("rollout.options.dtype", "bfloat16", f"{ROLLOUT}.dtype")
+        c.move(f"{ROLLOUT}.dtype", "rollout.dtype", "bfloat16")
     for key in ("enable_chunked_prefill", "enable_prefix_caching", "cudagraph_capture_sizes"):
         c.leave(f"{ROLLOUT}.{key}", f"rollout.options={{{key}: …}} gives it to vLLM", unless=True)
     for key in [key for key in c.given if key.startswith(f"{ROLLOUT}.engine_kwargs.")]:

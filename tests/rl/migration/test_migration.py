@@ -134,7 +134,7 @@ def test_a_run_of_verl(data: Path, tiny: Path, tmp_path: Path) -> None:
     assert (algorithm.aggregation, algorithm.constant) == ("constant", 24.0)
     assert (run.rollout.engine, run.rollout.max_tokens, run.rollout.temperature) == ("vllm", 24, 1.0)
     assert run.rollout.options["gpu_memory_utilization"] == 0.6 and run.rollout.options["max_num_seqs"] == 8
-    assert (run.evaluation.samples, run.evaluation.temperature) == (2, 0.6)
+    assert (run.evaluation.samples, run.evaluation.temperature, run.rollout.dtype) == (2, 0.6, "bfloat16")
     assert (run.devices_per_node, run.actor.ranks, run.rollout.engines, run.placement) == (2, 2, 2, "fused")
     assert run.train == "fsdp2" and run.actor.lora.rank == 0
     assert [one.name for one in run.scored] == ["gsm8k", "math"]
