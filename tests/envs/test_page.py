@@ -38,6 +38,16 @@ def test_the_example_learns(tmp_path: Path) -> None:
     assert float(done.stdout.split()[-1]) > 400
 
 
+@pytest.mark.slow
+def test_the_example_with_two_players_learns(tmp_path: Path) -> None:
+    pytest.importorskip("pettingzoo", reason="PettingZoo is not installed (extra: pettingzoo)")
+    done = run(ROOT / "examples" / "envs" / "nim.py", tmp_path)
+    assert done.returncode == 0, done.stderr
+    *_, evaluation, opening = done.stdout.splitlines()
+    assert float(evaluation.split()[-1]) >= 0.8
+    assert opening == "it begins by taking 2"
+
+
 def run(program: Path, folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, program, *arguments], cwd=folder, capture_output=True, text=True, timeout=PROGRAM_S,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Self
 
@@ -13,8 +13,9 @@ from rlmesh.envs.algorithms.results import EpisodeWindow, ResultDict
 from rlmesh.envs.algorithms.train_ops import synchronous_parallel_sample, train_one_step
 from rlmesh.envs.learners.learner_group import LearnerGroup
 from rlmesh.envs.modules.policy import Policy
-from rlmesh.envs.runners.env_runner import DEFAULT_POLICY, EnvRunner
+from rlmesh.envs.runners.env_runner import DEFAULT_POLICY
 from rlmesh.envs.runners.env_runner_group import EnvRunnerGroup
+from rlmesh.errors import UsageError
 
 __all__ = ["Algorithm"]
 
@@ -63,18 +64,28 @@ class Algorithm:
             **self._runner_arguments(config), num_env_runners=config["num_env_runners"],
             max_restarts=restarts_of(config),
         )  # fmt: skip
-        self.learner_group = LearnerGroup(self.env_runner.policy_map)
+        number = config["num_learners"]
+        settings = {"timeout_s": config["sample_timeout_s"], "max_restarts": config["max_learner_restarts"]}
+        try:
+            self.learner_group = LearnerGroup(
+                self.env_runner.policy_map,
+                config["policies_to_train"],
+                num_learners=number,
+                **settings if number else {},
+            )
+        except BaseException:
+            self.env_runner_group.stop()
+            raise
 
     def _runner_arguments(self, config: AlgorithmConfig) -> dict[str, Any]:
         fragment = config["rollout_fragment_length"]
         return {
-            "policy_class": config.policy_class(), "env_creator": config["env"], "env_config": config["env_config"],
-            "policy_config": config.policy_config(), "num_envs": config["num_envs_per_env_runner"],
-            "seed": config["seed"],
+            **config.runner_policies(), "env_creator": config["env"], "env_config": config["env_config"],
+            "num_envs": config["num_envs_per_env_runner"], "seed": config["seed"],
             "new_obs": self.wants_new_obs, "infos": False, "explore": config["explore"],
             "restart_failed_sub_environments": config["restart_failed_sub_environments"],
             "vectorize_mode": config["vectorize_mode"], "sample_timeout_s": config["sample_timeout_s"],
-            "connectors": config["connectors"],
+            "connectors": config["connectors"], "max_sequence_length": config["max_sequence_length"],
             **({} if fragment == "auto" else {"rollout_fragment_length": fragment}),
         }  # fmt: skip
 
@@ -82,8 +93,8 @@ class Algorithm:
     """True for algorithms whose batches have the column ``new_obs``; it doubles the size of a batch."""
 
     @property
-    def env_runner(self) -> EnvRunner:
-        """The local runner."""
+    def env_runner(self) -> Any:
+        """The local runner: an `EnvRunner`, or, with several agents, a `MultiAgentEnvRunner`."""
         return self.env_runner_group.local_env_runner
 
     @property
@@ -93,9 +104,9 @@ class Algorithm:
 
     def training_step(self) -> ResultDict:
         """Sample a batch, learn from it, send the weights to the runners; returns results by policy id."""
-        batch = synchronous_parallel_sample(
-            worker_set=self.env_runner_group, max_env_steps=self.config["train_batch_size"]
-        )
+        of_agents = self.config["count_steps_by"] == "agent_steps"
+        counted = {"max_agent_steps" if of_agents else "max_env_steps": self.config["train_batch_size"]}
+        batch = synchronous_parallel_sample(worker_set=self.env_runner_group, **counted)
         results = train_one_step(self, batch)
         self.env_runner_group.sync_weights()
         return results
@@ -158,6 +169,10 @@ class Algorithm:
             seed = config["seed"]
             arguments["seed"] = None if seed is None else seed + 1_000_003
             arguments["policy_config"] = {**arguments["policy_config"], "estimate_advantages": None}
+            if "policy_configs" in arguments:
+                arguments["policy_configs"] = {
+                    name: {**each, "estimate_advantages": None} for name, each in arguments["policy_configs"].items()
+                }
             arguments["learn_connectors"] = False
             number = config["evaluation_num_env_runners"]
             self._evaluation = EnvRunnerGroup(**arguments, num_env_runners=number, max_restarts=restarts_of(config))
@@ -174,19 +189,27 @@ class Algorithm:
         return ResultDict(env_runners=summary, episode_reward_mean=summary["episode_return_mean"])
 
     def get_policy(self, policy_id: str = DEFAULT_POLICY) -> Policy:
-        """The policy that learns."""
-        return self.env_runner.get_policy(policy_id)
+        """The policy of this id, as it learns.
+
+        Raises:
+            UsageError: there is none; names the nearest one.
+        """
+        policy: Policy = self.env_runner.get_policy(policy_id)
+        return policy
 
     def get_module(self, module_id: str = DEFAULT_POLICY) -> Any:
         """The `RLModule` of a policy."""
         return self.get_policy(module_id).module  # type: ignore[attr-defined]
 
-    def compute_single_action(self, observation: Any, state: Any = None, *, explore: bool | None = None) -> Any:
+    def compute_single_action(
+        self, observation: Any, state: Any = None, *, policy_id: str = DEFAULT_POLICY, explore: bool | None = None
+    ) -> Any:
         """The action for one observation of the environment.
 
         Args:
             state: of a recurrent policy, before this observation: a dict of arrays, as the last call returned it; None
                 at the start of an episode.
+            policy_id: with several agents, the policy that chooses it.
             explore: None: the setting ``explore``.
 
         Returns:
@@ -194,21 +217,34 @@ class Algorithm:
         """
         import numpy as np
 
-        rows = self.env_runner._vector.rows
-        row = rows.empty(1)
-        rows.write(row, 0, observation)
         chosen = self.config["explore"] if explore is None else explore
-        policy = self.get_policy()
-        row = self.env_runner.connectors.single(row)
-        explorer = policy.explorer(1, 1, explore=chosen)
-        explorer.go_on({name: np.array(each)[None] for name, each in (state or {}).items()})
-        action = explorer.act(0, row)[0]
-        action = action.item() if np.ndim(action) == 0 else action
-        return (action, explorer.state_of(0), {}) if policy.is_recurrent() else action
+        actions, states = self.env_runner.actions_and_states({0: observation}, policy_id, state, explore=chosen)
+        action = actions[0]
+        action = action.item() if isinstance(action, np.generic | np.ndarray) and np.ndim(action) == 0 else action
+        return (action, states, {}) if self.get_policy(policy_id).is_recurrent() else action
 
-    def get_weights(self, policies: Any = None) -> dict[str, Any]:
-        """Weights by policy id."""
-        return self.env_runner.get_weights()
+    def compute_actions(
+        self, observations: Mapping[Any, Any], policy_id: str | None = None, *, explore: bool | None = None
+    ) -> dict[Any, Any]:
+        """The actions for observations of the environment, by the same keys.
+
+        Args:
+            observations: by agent; by any key if ``policy_id`` is given, or if there is one agent.
+            policy_id: the policy of all of them; None: each agent's own, by the ``policy_mapping_fn``.
+            explore: None: as the config says.
+        """
+        if not isinstance(observations, Mapping):
+            raise UsageError("compute_actions takes a dict of observations; for one observation, compute_single_action")
+        chosen = self.config["explore"] if explore is None else explore
+        actions: dict[Any, Any] = self.env_runner.actions_and_states(observations, policy_id, explore=chosen)[0]
+        return actions
+
+    def get_weights(self, policies: Iterable[str] | None = None) -> dict[str, Any]:
+        """Weights by policy id, of all policies or of those named."""
+        weights: dict[str, Any] = self.env_runner.get_weights()
+        if policies is None:
+            return weights
+        return {name: weights[name] for name in policies if self.get_policy(name)}
 
     def set_weights(self, weights: Mapping[str, Any]) -> None:
         """Take over weights by policy id, and send them to all runners."""
@@ -268,7 +304,8 @@ class Algorithm:
 
     def stop(self) -> None:
         """Close environments, and end the jobs of remote runners; a second call does nothing."""
-        for group in (getattr(self, "env_runner_group", None), self._evaluation):
+        groups = ("learner_group", "env_runner_group", "_evaluation")
+        for group in (getattr(self, name, None) for name in groups):
             if group is not None:
                 group.stop()
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 from rlmesh.envs.algorithms.settings import ALIASES, NOT_THERE, SECTIONS, problems_of
 from rlmesh.envs.environments.registry import did_you_mean, env_creator_of
 from rlmesh.envs.external.spec import external_problems
+from rlmesh.envs.multi_agent.policies import PolicySpec, policy_specs
 from rlmesh.errors import UsageError
 
 if TYPE_CHECKING:
@@ -37,6 +38,10 @@ class AlgorithmConfig:
     """Import path of the algorithm, so that settings need no torch."""
     training_defaults: ClassVar[Mapping[str, Any]] = {}
     changed_defaults: ClassVar[Mapping[str, Any]] = {}
+    is_asynchronous: ClassVar[bool] = False
+    """True for algorithms whose runners sample while the learner trains."""
+    is_offline: ClassVar[bool] = False
+    """True for algorithms that learn from recorded steps alone."""
 
     def __init__(self, algo_class: type[Algorithm] | None = None) -> None:
         sections = {section: dict(settings) for section, settings in SECTIONS.items()}
@@ -49,6 +54,7 @@ class AlgorithmConfig:
                     raise UsageError(f"{base.__name__}.changed_defaults: there is no setting {name!r}")
                 values[name] = copy.deepcopy(value)
         self.__dict__.update(_sections=sections, _values=values, _frozen=False, _algo_class=algo_class)
+        self.__dict__["_per_learner"] = frozenset()  # names of sizes per learner that were given
 
     def environment(self, env: Any = None, **settings: Any) -> Self:
         """The environment: a registered name, a Gymnasium id, a class, or a creator.
@@ -56,7 +62,8 @@ class AlgorithmConfig:
         Args:
             env: see above.
             settings: ``env_config`` (passed to the creator), ``disable_env_checking`` (False: `build` refuses an
-                environment in which `rlmesh.envs.checks.check_env` finds a fault).
+                environment in which `rlmesh.envs.checks.check_env` finds a fault), ``max_sequence_length`` (room for
+                the elements of a Sequence, and the nodes and edges of a Graph, in observations).
         """
         if env is not None:
             settings["env"] = env
@@ -69,7 +76,8 @@ class AlgorithmConfig:
             settings: ``num_env_runners`` (0: in this process), ``num_envs_per_env_runner``,
                 ``rollout_fragment_length`` (steps of each environment per sample, or ``"auto"``: the batch divided by
                 the number of environments), ``explore``, ``vectorize_mode``, ``sample_timeout_s``,
-                ``connectors`` (objects of `rlmesh.envs.connectors`, applied in their order).
+                ``connectors`` (objects of `rlmesh.envs.connectors`, applied in their order),
+                ``max_requests_in_flight_per_env_runner`` (of IMPALA and APPO).
         """
         return self._set("env_runners", settings)
 
@@ -82,14 +90,27 @@ class AlgorithmConfig:
         return self._set("training", settings)
 
     def learners(self, **settings: Any) -> Self:
-        """Settings of the place of learning: ``num_learners`` (0: in this process), ``torch_threads``."""
+        """Settings of the place of learning: ``num_learners`` (0: in this process; otherwise processes of their own,
+        which share each batch), ``torch_threads``. Batch sizes are those of all learners together."""
         return self._set("learners", settings)
 
-    def multi_agent(self, **settings: Any) -> Self:
-        """Policies of several agents. Only one policy is supported so far.
+    def offline_data(self, **settings: Any) -> Self:
+        """Recorded steps, for BC and MARWIL.
 
-        Raises:
-            UsageError: more than one policy.
+        Args:
+            settings: ``input_`` (files, folders, patterns, batches, or Minari data sets: see `rlmesh.envs.offline`),
+                ``dataset_num_iters_per_learner`` (updates per training step; None: each step of the data once).
+        """
+        return self._set("offline_data", settings)
+
+    def multi_agent(self, **settings: Any) -> Self:
+        """Policies of several agents.
+
+        Args:
+            settings: ``policies`` (names, or a dict by name of `PolicySpec`, of classes of policies, or of None),
+                ``policy_mapping_fn`` (a function of ``agent_id`` and ``episode`` that returns a name),
+                ``policies_to_train`` (names, or a function of a name and a batch; the others stay as they are),
+                ``count_steps_by`` (``"env_steps"`` or ``"agent_steps"``: what ``train_batch_size`` counts).
         """
         return self._set("multi_agent", settings)
 
@@ -101,7 +122,8 @@ class AlgorithmConfig:
 
     def fault_tolerance(self, **settings: Any) -> Self:
         """Failures: ``restart_failed_env_runners``, ``restart_failed_sub_environments``,
-        ``max_env_runner_restarts`` (of one runner, within ten minutes)."""
+        ``max_env_runner_restarts`` (of one runner, within ten minutes), ``max_learner_restarts`` (of the remote
+        learners, which restart together)."""
         return self._set("fault_tolerance", settings)
 
     def rl_module(self, **settings: Any) -> Self:
@@ -183,9 +205,57 @@ class AlgorithmConfig:
             "torch_threads": self._values["torch_threads"],
         }  # fmt: skip
 
+    of_all_policies: ClassVar[tuple[str, ...]] = ("train_batch_size", "estimate_advantages")
+    """Settings of training that cannot differ from policy to policy."""
+
+    def runner_policies(self) -> dict[str, Any]:
+        """The arguments of a runner that say which policies there are, with the changes of each `PolicySpec`.
+
+        Raises:
+            UsageError: a spec changes a setting that does not exist, or that is not one of a policy.
+        """
+        specs, mapping = self._specs(), self._values["policy_mapping_fn"]
+        configs = {name: self._config_of(name, spec.config).policy_config() for name, spec in specs.items()}
+        if specs.keys() == {"default_policy"} and mapping is None:
+            (spec,) = specs.values()
+            return {
+                "policy_class": spec.policy_class or self.policy_class(), "policy_config": configs["default_policy"],
+            }  # fmt: skip
+        return {
+            "policy_class": self.policy_class(), "policy_config": self.policy_config(), "policies": specs,
+            "policy_mapping_fn": mapping, "policy_configs": configs,
+        }  # fmt: skip
+
+    def _specs(self) -> dict[str, PolicySpec]:
+        return policy_specs(self._values["policies"])
+
+    def _config_of(self, policy_id: str, changes: Mapping[str, Any] | None) -> Self:
+        known = {*self._sections["training"], *self._sections["rl_module"]} - set(self.of_all_policies)
+        config = self.copy()
+        for name, value in (changes or {}).items():
+            if ALIASES.get(name, name) not in known:
+                raise UsageError(
+                    f"policies: the config of {policy_id!r} has no setting {name!r}, which could differ from policy to "
+                    f"policy.{did_you_mean(name, known, listed=False)}"
+                )
+            config[name] = value
+        return config
+
     def problems(self) -> list[str]:
         """The faults of the settings; a subclass appends those of its own."""
         found = [*problems_of(self._values), *external_problems(self._values)]
+        found += self._problems_of_policies()
+        name = type(self).__name__.removesuffix("Config")
+        if self._values["max_requests_in_flight_per_env_runner"] != 1 and not self.is_asynchronous:
+            found.append(f"max_requests_in_flight_per_env_runner: {name} waits for its runners; leave the setting out")
+        if self._values["input_"] is not None and not self.is_offline:
+            found.append(f"input_: {name} samples its own steps; BC and MARWIL learn from recorded ones")
+        if self._values["num_learners"] and not self.learner_class().shares_batches():
+            found.append(f"num_learners: {name} learns from whole batches, in this process; set 0")
+        if self._values["num_learners"] not in (0, 1) and (given := self._per_learner):
+            found.append(
+                f"{sorted(given)[0]}: batch sizes are of all learners together; set {ALIASES[sorted(given)[0]]}"
+            )
         if self._values["env"] is None:
             found.append("environment(…): name an environment")
         else:
@@ -193,6 +263,27 @@ class AlgorithmConfig:
                 env_creator_of(self._values["env"])
             except UsageError as error:
                 found.append(str(error))
+        return found
+
+    def _problems_of_policies(self) -> list[str]:
+        """The faults of settings that differ from policy to policy."""
+        found = []
+        try:
+            specs = self._specs()
+        except UsageError:
+            return []  # problems_of has it
+        for name, spec in specs.items():
+            if not spec.config:
+                continue
+            try:
+                config = self._config_of(name, spec.config)
+            except UsageError as error:
+                found.append(str(error))
+                continue
+            alone = {"policies": None, "policies_to_train": None}
+            before = set(self.copy().multi_agent(**alone).problems())
+            config.multi_agent(**alone)
+            found += [f"policies: {name!r}: {fault}" for fault in config.problems() if fault not in before]
         return found
 
     def validate(self) -> None:
@@ -210,7 +301,7 @@ class AlgorithmConfig:
         """
         twin = copy.copy(self)
         twin.__dict__["_values"] = {
-            name: value if name == "env" else copy.deepcopy(value) for name, value in self._values.items()
+            name: value if name in ("env", "input_") else copy.deepcopy(value) for name, value in self._values.items()
         }
         twin.__dict__["_frozen"] = bool(copy_frozen)
         return twin
@@ -290,6 +381,8 @@ class AlgorithmConfig:
             if isinstance(known[key], dict) and value is None:
                 value = {}
             self._values[key] = value
+            if name.endswith("_per_learner") and name in ALIASES:
+                self.__dict__["_per_learner"] |= {name}
         return self
 
     def __repr__(self) -> str:

@@ -12,7 +12,9 @@ from rlmesh.envs.algorithms.algorithm_config import AlgorithmConfig
 from rlmesh.envs.algorithms.results import ResultDict
 from rlmesh.envs.batches import columns
 from rlmesh.envs.environments.registry import did_you_mean
-from rlmesh.envs.replay import PrioritizedReplayBuffer, ReplayBuffer, SequenceReplayBuffer
+from rlmesh.envs.modules.module_policy import ModulePolicy
+from rlmesh.envs.multi_agent.runner import MultiAgentEnvRunner
+from rlmesh.envs.replay import MultiAgentReplayBuffer, PrioritizedReplayBuffer, ReplayBuffer, SequenceReplayBuffer
 from rlmesh.envs.runners.env_runner import DEFAULT_POLICY
 
 if TYPE_CHECKING:
@@ -58,6 +60,11 @@ class OffPolicyConfig(AlgorithmConfig):
         "rollout_fragment_length": 1, "train_batch_size": 256, "min_env_steps_per_iteration": 1000, "grad_clip": None,
         "adam_epsilon": 1e-8,
     }  # fmt: skip
+
+    of_all_policies: ClassVar = (
+        *AlgorithmConfig.of_all_policies, "replay_buffer_config", "n_step", "gamma", "training_intensity",
+        "num_steps_sampled_before_learning_starts",
+    )  # fmt: skip
 
     def policy_class(self) -> type[Policy]:
         from rlmesh.envs.modules.exploration import OffPolicyModulePolicy
@@ -117,8 +124,10 @@ def buffer_problems(config: Any) -> list[str]:
 class OffPolicy(Algorithm):
     """Samples a few steps, adds them to a replay buffer, and updates the policy with replayed transitions.
 
+    With several policies, each has a buffer and updates of its own.
+
     Attributes:
-        replay: the buffer; a part of the checkpoint.
+        replay: the buffer, or, of several agents, a `MultiAgentReplayBuffer`; a part of the checkpoint.
         env_steps_sampled: steps that were added to it.
     """
 
@@ -128,16 +137,18 @@ class OffPolicy(Algorithm):
         super().setup(config)
         given = {**BUFFER_KEYS, **config["replay_buffer_config"]}
         kind = BUFFERS[given["type"] or "ReplayBuffer"]
-        states = [f"{columns.STATE_IN}_{name}" for name in self.get_policy().get_initial_state()]
+        several = isinstance(self.env_runner, MultiAgentEnvRunner)  # whose policies have no memory
+        states = [] if several else [f"{columns.STATE_IN}_{name}" for name in self.get_policy().get_initial_state()]
         self._drawn = config["train_batch_size"]
         options: dict[str, Any] = {"n_step": config["n_step"], "gamma": config["gamma"]}
         if kind is PrioritizedReplayBuffer:
             options |= {key: given[key] for key in ("alpha", "beta", "eps")}
-        elif kind is SequenceReplayBuffer:
+        elif kind is SequenceReplayBuffer and not several:
             length = self.get_module().model_config["max_seq_len"]
             options = {"length": length, "burn_in": given["replay_burn_in"], "state_columns": tuple(states)}
             self._drawn = -(-config["train_batch_size"] // length)  # sequences
-        self.replay = kind(given["capacity"], seed=config["seed"], **options)
+        options |= {"capacity": given["capacity"], "seed": config["seed"]}
+        self.replay: Any = MultiAgentReplayBuffer(kind, **options) if several else kind(**options)
         self.env_steps_sampled = 0
         self._due = 0.0
         needed = (columns.OBS, columns.NEW_OBS, columns.ACTIONS, columns.REWARDS, columns.TERMINATEDS)
@@ -145,7 +156,7 @@ class OffPolicy(Algorithm):
         self._stored = (*needed, *edges, *states)
         runners = max(1, config["num_env_runners"])
         self._steps = config["rollout_fragment_length"] * self._num_envs(config) * runners
-        self.learner.prepare_exploration(0)
+        self._prepare_exploration()
         self.env_runner_group.sync_weights()  # the runners got their weights before exploration was set
 
     def _num_envs(self, config: AlgorithmConfig) -> int:
@@ -153,49 +164,72 @@ class OffPolicy(Algorithm):
         return int(local if local > 1 or not config["num_env_runners"] else config["num_envs_per_env_runner"])
 
     @property
+    def learners(self) -> dict[str, Any]:
+        """The learners of the policies that have one, by policy."""
+        policies = self.env_runner.policy_map
+        return {name: each.learner for name, each in policies.items() if isinstance(each, ModulePolicy)}
+
+    @property
     def learner(self) -> Any:
-        """The learner of the policy."""
+        """The learner of the only policy."""
         return self.get_policy().learner  # type: ignore[attr-defined]
 
+    def _prepare_exploration(self) -> None:
+        for learner in self.learners.values():
+            learner.prepare_exploration(self.env_steps_sampled)
+
     def training_step(self) -> ResultDict:
-        """Sample, add to the buffer, update, and send the weights to the runners."""
+        """Sample, add to the buffers, update, and send the weights to the runners."""
         for batch in self.env_runner_group.sample_all(num_steps=self._steps):
-            self.replay.add({name: batch[name] for name in self._stored})
-            self.env_steps_sampled += len(batch)
-            self._due += len(batch) * self._updates_per_step
-        self.learner.sampled = self.env_steps_sampled
+            for name, part in batch.as_multi_agent().policy_batches.items():
+                if self.learner_group.trains(name, batch):
+                    rows = {column: part[column] for column in self._stored}
+                    self.replay.add({name: rows} if isinstance(self.replay, MultiAgentReplayBuffer) else rows)
+            self.env_steps_sampled += batch.env_steps()
+            self._due += batch.env_steps() * self._updates_per_step
         starts = self.config["num_steps_sampled_before_learning_starts"]
-        stats: dict[str, Any] = {}
         updates = 0
+        results: dict[str, Any] = {name: {"learner_stats": {}, "num_agent_steps_trained": 0} for name in self._trained}
         if self.env_steps_sampled >= max(starts, 1):
             updates, self._due = int(self._due), self._due % 1.0
-            stats = self._updated(updates)
+            for name in self._trained:
+                results[name]["learner_stats"] = self._updated(name, updates)
+                results[name]["num_agent_steps_trained"] = updates * self.config["train_batch_size"]
         else:
             self._due = 0.0
-        self.learner.prepare_exploration(self.env_steps_sampled)
+        self._prepare_exploration()
         self.env_runner_group.sync_weights()
-        trained = updates * self.config["train_batch_size"]
-        self.count_trained(trained, trained)
-        return ResultDict({DEFAULT_POLICY: {"learner_stats": stats, "num_agent_steps_trained": trained}})
+        trained = sum(each["num_agent_steps_trained"] for each in results.values())
+        self.count_trained(updates * self.config["train_batch_size"], trained)
+        return ResultDict(results)
+
+    @property
+    def _trained(self) -> list[str]:
+        """The policies that have a buffer."""
+        return list(self.replay.buffers) if isinstance(self.replay, MultiAgentReplayBuffer) else [DEFAULT_POLICY]
 
     @property
     def _updates_per_step(self) -> float:
         intensity = self.config["training_intensity"]
         return 1 / self._steps if intensity is None else float(intensity / self.config["train_batch_size"])
 
-    def _updated(self, updates: int) -> dict[str, Any]:
+    def _updated(self, name: str, updates: int) -> dict[str, Any]:
         stats: dict[str, Any] = {}
+        several = isinstance(self.replay, MultiAgentReplayBuffer)
+        learner, buffer = self.learners[name], self.replay.buffers[name] if several else self.replay
+        learner.sampled = self.env_steps_sampled
         for _ in range(updates):
-            batch = self.replay.sample(self._drawn)
-            stats = self.learner.update(batch)
-            if isinstance(self.replay, PrioritizedReplayBuffer):
-                self.replay.update_priorities(batch["batch_indexes"], np.abs(self.learner.td_errors))
+            batch = buffer.sample(self._drawn)
+            stats = learner.update(batch)
+            if isinstance(buffer, PrioritizedReplayBuffer):
+                buffer.update_priorities(batch["batch_indexes"], np.abs(learner.td_errors))
         return stats
 
     def set_weights(self, weights: Mapping[str, Any]) -> None:
         """Take over weights by policy id, for the target networks too, and send them to all runners."""
         super().set_weights(weights)
-        self.learner.follow(1.0)
+        for name in weights.keys() & self.learners.keys():
+            self.learners[name].follow(1.0)
 
     def get_state(self) -> dict[str, Any]:
         own = {"replay": self.replay.state(), "env_steps_sampled": self.env_steps_sampled, "due": self._due}

@@ -40,6 +40,9 @@ def flattened(metrics: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
+WINDOWED = ("returns", "lengths", "of_agents")
+
+
 class EpisodeWindow:
     """The last episodes, over which returns and lengths are averaged.
 
@@ -50,7 +53,8 @@ class EpisodeWindow:
     def __init__(self, size: int) -> None:
         self.returns: deque[float] = deque(maxlen=size)
         self.lengths: deque[int] = deque(maxlen=size)
-        self.episodes = self.cut = self.env_steps = 0
+        self.of_agents: deque[dict[str, tuple[str, float]]] = deque(maxlen=size)
+        self.episodes = self.cut = self.env_steps = self.agent_steps = 0
 
     def add(self, stats: EpisodeStats) -> None:
         """Count the episodes of a report."""
@@ -59,6 +63,8 @@ class EpisodeWindow:
         self.episodes += len(stats)
         self.cut += stats.cut
         self.env_steps += stats.env_steps
+        self.agent_steps += stats.agent_steps
+        self.of_agents.extend(stats.of_agents)
 
     def summary(self, stats: EpisodeStats) -> dict[str, Any]:
         """Means over the window, and counts of one report and of the whole run; without episodes the means are NaN."""
@@ -75,12 +81,31 @@ class EpisodeWindow:
             "num_episodes_cut_lifetime": self.cut,
             "num_env_steps_sampled": stats.env_steps,
             "num_env_steps_sampled_lifetime": self.env_steps,
+            **self._of_several_agents(stats),
         }
 
+    def _of_several_agents(self, stats: EpisodeStats) -> dict[str, Any]:
+        """Means by agent and by policy, if there are several agents."""
+        if not self.agent_steps:
+            return {}
+        by_agent: dict[str, list[float]] = {}
+        by_policy: dict[str, list[float]] = {}
+        for episode in self.of_agents:
+            for agent, (policy, total) in episode.items():
+                by_agent.setdefault(agent, []).append(total)
+                by_policy.setdefault(policy, []).append(total)
+        agents, policies = ({name: float(np.mean(each)) for name, each in by.items()} for by in (by_agent, by_policy))
+        return {
+            "agent_episode_returns_mean": agents, "module_episode_returns_mean": policies,
+            "policy_reward_mean": dict(policies), "num_agent_steps_sampled": stats.agent_steps,
+            "num_agent_steps_sampled_lifetime": self.agent_steps,
+        }  # fmt: skip
+
     def get_state(self) -> dict[str, Any]:
-        return {**vars(self), "returns": list(self.returns), "lengths": list(self.lengths)}
+        return {**vars(self), **{name: list(getattr(self, name)) for name in WINDOWED}}
 
     def set_state(self, state: Mapping[str, Any]) -> None:
         size = self.returns.maxlen
         vars(self).update(state)
-        self.returns, self.lengths = deque(state["returns"], size), deque(state["lengths"], size)
+        for name in WINDOWED:
+            setattr(self, name, deque(state[name], size))

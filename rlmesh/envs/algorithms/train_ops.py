@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any
 
 from rlmesh.envs.algorithms.results import ResultDict
@@ -27,34 +28,46 @@ def synchronous_parallel_sample(
         max_env_steps: steps of environments in total, rounded up so that each environment makes the same number; if
             the group was given a ``rollout_fragment_length``, to whole fragments of it, each of which has returns of
             its own. Without ``max_env_steps``, one fragment of each runner.
-        max_agent_steps: the same, where one agent acts per step.
+        max_agent_steps: steps of agents in total, at least; with one agent, the same as ``max_env_steps``. Of several
+            agents, samples follow each other until there are so many.
         concat: False returns a list with one batch per runner and fragment.
 
     Returns:
-        A `MultiAgentBatch`, with the steps of ``default_policy``. The statistics of its episodes are kept by the group.
+        A `MultiAgentBatch`; with one agent, its policy is ``default_policy``. The group keeps the statistics of its
+        episodes.
     """
     if max_env_steps is not None and max_agent_steps is not None:
         raise UsageError("synchronous_parallel_sample: give max_env_steps or max_agent_steps, not both")
-    steps = max_env_steps if max_env_steps is not None else max_agent_steps
+    wanted = max_env_steps if max_env_steps is not None else max_agent_steps
     batches: list[Any] = []
-    if steps is None or worker_set.fragment_length is None:
-        batches = worker_set.sample_all(num_steps=steps)
+    if wanted is not None and (worker_set.fragment_length is not None or max_agent_steps is not None):
+        of_agents = max_agent_steps is not None
+        while (missing := wanted - sum(b.agent_steps() if of_agents else b.env_steps() for b in batches)) > 0:
+            batches += worker_set.sample_all(num_steps=_next_steps(worker_set, batches, missing))
     else:
-        while sum(batch.env_steps() for batch in batches) < steps:
-            batches += worker_set.sample_all()
+        batches = worker_set.sample_all(num_steps=wanted)
     if not concat:
         return [batch.as_multi_agent() for batch in batches]
     return SampleBatch.concat_samples(batches).as_multi_agent()
+
+
+def _next_steps(worker_set: EnvRunnerGroup, batches: list[Any], missing: int) -> int | None:
+    """Steps of environments to sample next; None: one fragment of each runner."""
+    if worker_set.fragment_length is not None:
+        return None
+    agent_steps = sum(batch.agent_steps() for batch in batches)
+    env_steps = sum(batch.env_steps() for batch in batches)
+    return max(1, math.ceil(missing / (agent_steps / env_steps if agent_steps else worker_set.agents_at_once)))
 
 
 def train_one_step(algorithm: Algorithm, train_batch: SampleBatch | MultiAgentBatch) -> ResultDict:
     """Update the policies of the local runner with a batch.
 
     Returns:
-        By policy id: ``learner_stats`` and ``num_agent_steps_trained``.
+        By id of the policies that learn: ``learner_stats`` and ``num_agent_steps_trained``.
     """
     results = ResultDict(algorithm.learner_group.update(train_batch))
-    algorithm.count_trained(train_batch.env_steps(), train_batch.agent_steps())
+    algorithm.count_trained(train_batch.env_steps(), sum(each["num_agent_steps_trained"] for each in results.values()))
     return results
 
 

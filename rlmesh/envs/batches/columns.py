@@ -7,6 +7,7 @@ __all__ = [
     "ACTION_DIST_INPUTS",
     "ACTION_LOGP",
     "ADVANTAGES",
+    "AGENT_INDEX",
     "DONES",
     "ENV_REWARDS",
     "EPS_ID",
@@ -37,6 +38,9 @@ DONES = "dones"
 """Computed when it is read: ``terminateds | truncateds``. A batch never stores this column."""
 INFOS = "infos"
 EPS_ID = "eps_id"
+"""Names an episode; with several agents, the trajectory of one agent in one episode."""
+AGENT_INDEX = "agent_index"
+"""With several agents, the place of the agent among those of its episode, in the order of their coming."""
 T = "t"
 ACTION_LOGP = "action_logp"
 ACTION_DIST_INPUTS = "action_dist_inputs"

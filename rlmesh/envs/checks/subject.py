@@ -35,11 +35,10 @@ def main() -> None:
 
     try:
         make = _creator(job)
+        warnings.simplefilter("ignore")  # Libraries warn about what the checks find; a person reads one of them.
+        _run(make, job, tell)
     except UsageError as error:
         tell(usage=str(error))
-        return
-    warnings.simplefilter("ignore")  # Libraries warn about what the checks find; a person reads one of them.
-    _run(make, job, tell)
 
 
 def _creator(job: dict[str, Any]) -> Callable[[], Any]:
@@ -57,6 +56,7 @@ def _run(make: Callable[[], Any], job: dict[str, Any], tell: Callable[..., None]
     from rlmesh.envs.checks import episodes, repeats, vectors
     from rlmesh.envs.checks.calls import CheckStopped, WatchedEnv
     from rlmesh.envs.checks.findings import FindingList
+    from rlmesh.envs.multi_agent.pettingzoo_env import multi_agent_env_of
 
     findings = FindingList(lambda finding: tell(finding=finding))
     plan = episodes.CheckPlan(**job["plan"])
@@ -65,6 +65,8 @@ def _run(make: Callable[[], Any], job: dict[str, Any], tell: Callable[..., None]
     def watched_for(purpose: str) -> WatchedEnv:
         nonlocal vector
         watched = WatchedEnv(make, purpose, lambda call, kind: tell(call=call, kind=kind), findings)
+        if multi_agent_env_of(watched.env) is not None:
+            raise UsageError(f"the environment {type(watched.env).__name__} has several agents; the checks are for one")
         vector = hasattr(watched.env, "num_envs") and hasattr(watched.env, "single_action_space")
         return watched
 

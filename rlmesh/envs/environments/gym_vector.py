@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from rlmesh.envs.environments.actions import ActionRows
 from rlmesh.envs.environments.local_vector import EMPTY_INFO, StepOutcome
 from rlmesh.envs.environments.observations import ObservationRows
 from rlmesh.errors import UsageError
@@ -48,8 +49,12 @@ class GymVector:
         self.size = int(env.num_envs)
         self.action_space = env.single_action_space
         self.rows = ObservationRows(env.single_observation_space)
-        if self.rows.flattens:
-            raise UsageError(f"vector environments have plain observations here, not {env.single_observation_space}")
+        self.actions = ActionRows(self.action_space)
+        if self.rows.flattens or not self.actions.is_plain:
+            raise UsageError(
+                "vector environments have plain observations and actions here, not "
+                f"{env.single_observation_space} and {self.action_space}; a creator of one environment may have any"
+            )
         self.outcome = StepOutcome.of(self.size, infos=infos)
         self._resetting = np.zeros(self.size, bool)
 
@@ -69,7 +74,7 @@ class GymVector:
         """Step all environments; ``out`` becomes the observations to act on. The row of a reset is not valid."""
         outcome = self.outcome
         outcome.begin()
-        observations, rewards, terminateds, truncateds, infos = self.env.step(actions.copy())
+        observations, rewards, terminateds, truncateds, infos = self.env.step(actions.astype(self.actions.dtype))
         self._copy(out, observations)
         outcome.rewards[:], outcome.terminateds[:], outcome.truncateds[:] = rewards, terminateds, truncateds
         done = outcome.terminateds | outcome.truncateds

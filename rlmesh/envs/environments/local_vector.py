@@ -10,6 +10,8 @@ from typing import Any
 
 import numpy as np
 
+from rlmesh.envs.environments.actions import ActionRows
+from rlmesh.envs.environments.features import SEQUENCE_LENGTH
 from rlmesh.envs.environments.observations import ObservationRows
 from rlmesh.errors import UsageError
 
@@ -76,6 +78,7 @@ class LocalVector:
         seeds: ``seeds(index, start)`` is the seed of the first reset of an environment; None: the environment's own.
         restart: False lets the error of an environment pass.
         infos: collect infos.
+        max_sequence_length: see `ObservationRows`.
     """
 
     resets_later = False
@@ -83,16 +86,16 @@ class LocalVector:
 
     def __init__(
         self, make: Callable[[int], Any], size: int, seeds: Callable[[int, int], int] | None, *, restart: bool = True,
-        infos: bool = False, first: Any = None,
+        infos: bool = False, first: Any = None, max_sequence_length: int = SEQUENCE_LENGTH,
     ) -> None:  # fmt: skip
         self._make, self._seeds, self._restart = make, seeds, restart
         self.envs = [first if i == 0 and first is not None else make(i) for i in range(size)]
         self.size = size
         self.action_space = self.envs[0].action_space
-        self.rows = ObservationRows(self.envs[0].observation_space)
+        self.rows = ObservationRows(self.envs[0].observation_space, max_sequence_length)
+        self.actions = ActionRows(self.action_space)
         self.starts, self._failures, self._begun = [0] * size, [0] * size, [False] * size
         self.outcome = StepOutcome.of(size, infos=infos)
-        self._discrete = type(self.action_space).__name__ == "Discrete"
         for i, env in enumerate(self.envs):
             if env.observation_space != self.envs[0].observation_space or env.action_space != self.action_space:
                 raise UsageError(f"environments 0 and {i} of one runner differ in their spaces")
@@ -121,7 +124,7 @@ class LocalVector:
         outcome, write, infos = self.outcome, self.rows.write, self.outcome.infos
         outcome.begin()
         rewards, terminateds, truncateds = outcome.rewards, outcome.terminateds, outcome.truncateds
-        each_action = list(actions) if self._discrete else actions.copy()
+        each_action = self.actions.to_env(actions)
         for i, env in enumerate(self.envs):
             try:
                 observation, rewards[i], terminated, truncated, info = env.step(each_action[i])

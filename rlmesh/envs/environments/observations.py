@@ -1,4 +1,4 @@
-"""Observations as rows of one array: plain spaces unchanged, dict and tuple spaces flattened."""
+"""Observations as rows of one array: plain spaces unchanged, all others as vectors of features."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from rlmesh.envs.environments.features import SEQUENCE_LENGTH, features_of, has_bound
 from rlmesh.errors import UsageError
 
 if TYPE_CHECKING:
@@ -18,33 +19,35 @@ class ObservationRows:
     """The form in which observations of a space are stored: rows of one array.
 
     Box, Discrete, MultiDiscrete and MultiBinary observations are stored as they are. Dict and Tuple observations are
-    flattened as ``gymnasium.spaces.flatten`` does, so that ``obs`` is one vector per step.
+    flattened as ``gymnasium.spaces.flatten`` does. Text, Sequence, Graph and OneOf, also inside of Dict and Tuple,
+    become vectors of floats (`rlmesh.envs.environments.features.features_of`).
+
+    Args:
+        space: the observation space.
+        max_length: elements of a Sequence, and nodes and edges of a Graph, that a row has room for.
 
     Attributes:
         space: the space of a row.
         shape, dtype: shape and element type of a row.
 
     Raises:
-        UsageError: rows of this space would differ in length (Text, Graph, Sequence).
+        UsageError: the space is none of Gymnasium's.
     """
 
-    def __init__(self, space: gymnasium.Space[Any]) -> None:
+    def __init__(self, space: gymnasium.Space[Any], max_length: int = SEQUENCE_LENGTH) -> None:
         from gymnasium import spaces
 
         self.given = space
-        self.space: Any
-        self.flattens = isinstance(space, spaces.Dict | spaces.Tuple)
+        self.space: Any = space
+        self.flattens = not isinstance(
+            space, spaces.Box | spaces.Discrete | spaces.MultiDiscrete | spaces.MultiBinary
+        )  # fmt: skip
         if self.flattens:
-            if not space.is_np_flattenable:
-                raise UsageError(f"the observation space {space} has parts of variable length, which no column holds")
-            self.space = spaces.flatten_space(space)
-        elif isinstance(space, spaces.Box | spaces.Discrete | spaces.MultiDiscrete | spaces.MultiBinary):
-            self.space = space
-        else:
-            raise UsageError(
-                f"the observation space {space} is not supported; there are Box, Discrete, MultiDiscrete, MultiBinary, "
-                "and Dict and Tuple of them"
-            )
+            width, self._write = features_of(space, max_length)
+            if has_bound(space):
+                self.space = spaces.flatten_space(space)
+            else:
+                self.space = spaces.Box(-np.inf, np.inf, (width,), np.float32)
         self.shape: tuple[int, ...] = tuple(self.space.shape or ())
         self.dtype = np.dtype(self.space.dtype)
 
@@ -56,13 +59,15 @@ class ObservationRows:
         """Copy an observation into ``out[index]``.
 
         Raises:
-            UsageError: the observation has another shape than its space, or a type that loses information.
+            UsageError: the observation has another shape than its space, or a type that loses information, or more
+                elements than a row has room for.
         """
         if self.flattens:
-            from gymnasium.spaces.utils import flatten
-
-            observation = flatten(self.given, observation)
-        elif type(observation) is not np.ndarray:
+            row = self.empty()
+            self._write(row, observation)
+            out[index] = row
+            return
+        if type(observation) is not np.ndarray:
             observation = np.asarray(observation)
         if observation.shape != self.shape:
             raise UsageError(

@@ -161,6 +161,7 @@ class ExternalEnvRunner(EnvRunner):
         if episode.stretch is None or not episode.stretch.fits(self._weights_count):
             self._pieces += episode.take()
             explorer = self.policy.explorer(STRETCH, 1, explore=self.explore)
+            explorer.go_on(episode.stretch.explorer.states if episode.stretch is not None else {})
             episode.stretch = ActedSteps(explorer, self._empty(STRETCH), self._weights_count)
         stretch = episode.stretch
         stretch.obs[stretch.count] = row

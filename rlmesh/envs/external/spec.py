@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from rlmesh.envs.environments.actions import ActionRows
 from rlmesh.envs.environments.observations import ObservationRows
 from rlmesh.errors import RLMeshError, UsageError
 
@@ -39,6 +40,8 @@ class ExternalEnv:
             if not isinstance(space, gymnasium.Space):
                 raise UsageError(f"ExternalEnv({name}=…): a space of Gymnasium, not {space!r}")
         ObservationRows(observation_space)
+        if not ActionRows(action_space).is_plain:
+            raise UsageError(f"ExternalEnv: actions of clients are of Box, Discrete, …, not of {action_space}")
         self.observation_space, self.action_space = observation_space, action_space
         self.wait_for_learner = wait_for_learner
 
@@ -56,6 +59,7 @@ class ExternalVector:
 
     def __init__(self, spec: ExternalEnv) -> None:
         self.rows, self.action_space = ObservationRows(spec.observation_space), spec.action_space
+        self.actions = ActionRows(spec.action_space)
         self.size, self.starts = 1, [0]
         self.envs: list[Any] = []
 

@@ -9,6 +9,7 @@ import numpy as np
 
 from rlmesh.envs.batches import columns
 from rlmesh.envs.batches.sample_batch import SampleBatch
+from rlmesh.envs.environments.actions import ActionRows
 from rlmesh.errors import UsageError
 
 if TYPE_CHECKING:
@@ -48,7 +49,8 @@ class Policy:
 
         Returns:
             Actions ``[environments, …]``, states after these steps in the same form, and more columns of the batch,
-            such as ``action_logp``.
+            such as ``action_logp``. Actions of composed spaces are rows of `ActionRows`, or a list of actions in the
+            space's own structure.
         """
         raise NotImplementedError(f"{type(self).__name__} has no compute_actions")
 
@@ -118,10 +120,10 @@ class Explorer:
 
     def __init__(self, policy: Policy, steps: int, size: int, *, explore: bool) -> None:
         self.policy, self.steps, self.size, self.explore = policy, steps, size, explore
-        space = policy.action_space
-        self.actions = np.zeros((size, steps, *(space.shape or ())), space.dtype)
+        self.rows = ActionRows(policy.action_space)
+        self.actions = self.rows.empty(size, steps)
         self.extra: dict[str, np.ndarray] = {}
-        self._bounds = bounds_of(space)
+        self._bounds = bounds_of(policy.action_space)
         given = policy.get_initial_state()
         self._knows_states = False
         self._lists = not isinstance(given, Mapping)
@@ -151,6 +153,12 @@ class Explorer:
         """A copy of the state of one environment, without the axis of environments."""
         return {name: state[index].copy() for name, state in self.states.items()}
 
+    def states_before(self, time: int, count: int) -> States:
+        """The state of the first environment before a time step, of which ``count`` were acted in."""
+        if time >= count:
+            return self.state_of(0)
+        return {name: before[0, time].copy() for name, before in self._before.items()}
+
     def act(self, time: int, observations: np.ndarray) -> np.ndarray:
         """The actions to send to the environments at a time step.
 
@@ -161,7 +169,7 @@ class Explorer:
         given: Any = (list(self.states.values()) if self._lists else dict(self.states)) if self.states else None
         actions, states, extra = self.policy.compute_actions(observations, given, explore=self.explore)
         self._take_states(_named(states if states is not None else {}))
-        self.actions[:, time] = actions
+        self.actions[:, time] = self.rows.to_rows(actions)
         for name, value in extra.items():
             value = np.asarray(value)
             if name not in self.extra:

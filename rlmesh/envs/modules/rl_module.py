@@ -166,6 +166,9 @@ class ActorCriticModule(RLModule):
             self.policy_head = nn.Sequential(*means, LogStdColumns(distribution.dim, config["log_std_init"]))
         else:
             self.policy_head = mlp([width, distribution.size], "tanh", last_gain=0.01)
+            if log_stds := list(distribution.log_std_inputs):  # of Box parts of composed actions
+                with torch.no_grad():
+                    self.policy_head[-1].bias[log_stds] = config["log_std_init"]  # type: ignore[operator]
         self.value_head = mlp([width, 1], "tanh", last_gain=1.0)
 
     def get_initial_state(self) -> dict[str, torch.Tensor]:

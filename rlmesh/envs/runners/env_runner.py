@@ -11,10 +11,12 @@ import numpy as np
 from rlmesh.envs.batches import columns
 from rlmesh.envs.batches.sample_batch import SampleBatch
 from rlmesh.envs.connectors.connector import Connector, ConnectorPipeline
+from rlmesh.envs.environments.features import SEQUENCE_LENGTH
 from rlmesh.envs.environments.gym_vector import GymVector
 from rlmesh.envs.environments.local_vector import LocalVector, env_seed
 from rlmesh.envs.environments.registry import EnvContext, EnvCreator, did_you_mean, env_creator_of
 from rlmesh.envs.modules.policy import Policy, States
+from rlmesh.envs.multi_agent.pettingzoo_env import multi_agent_env_of
 from rlmesh.envs.runners.buffers import ArrayPool
 from rlmesh.envs.runners.episode_stats import EpisodeStats
 from rlmesh.envs.runners.fragments import Fragment
@@ -56,6 +58,7 @@ class EnvRunner:
             others are those of ``gymnasium.make_vec``, for ids of Gymnasium.
         connectors: change observations and rewards on their way to the policy; see `rlmesh.envs.connectors`.
         learn_connectors: False leaves the statistics of connectors as they are.
+        max_sequence_length: room for elements of Sequence and Graph observations; see `ObservationRows`.
 
     Raises:
         UsageError: arguments or spaces that cannot work.
@@ -68,6 +71,7 @@ class EnvRunner:
         start: int = 0, new_obs: bool = True, infos: bool = True, explore: bool = True,
         restart_failed_sub_environments: bool = True, vectorize_mode: str = "local",
         connectors: Iterable[Connector] = (), learn_connectors: bool = True,
+        max_sequence_length: int = SEQUENCE_LENGTH,
     ) -> None:  # fmt: skip
         for name, value in (("num_envs", num_envs), ("rollout_fragment_length", rollout_fragment_length)):
             if type(value) is not int or value < 1:
@@ -76,7 +80,7 @@ class EnvRunner:
         self.rollout_fragment_length = rollout_fragment_length
         self._new_obs, self._infos, self.explore = new_obs, infos, explore
         self.env_config = dict(env_config or {})
-        self.num_workers = num_workers
+        self.num_workers, self._max_length = num_workers, max_sequence_length
         self._vector = self._vector_of(env_creator, num_envs, vectorize_mode, restart_failed_sub_environments)
         self.num_envs = self._vector.size
         spaces = self._vector.rows.space
@@ -126,6 +130,28 @@ class EnvRunner:
         if policy_id != DEFAULT_POLICY:
             raise UsageError(f"there is no policy {policy_id!r}: this runner has {DEFAULT_POLICY!r} only")
         return self.policy
+
+    def actions_and_states(
+        self, observations: Mapping[Any, Any], policy_id: str | None = None, state: States | None = None, *,
+        explore: bool,
+    ) -> tuple[dict[Any, Any], States]:  # fmt: skip
+        """The actions for observations of the environment, by the same keys, and, of one observation, the next state.
+
+        Args:
+            state: of a recurrent policy, before a single observation.
+        """
+        policy = self.get_policy(policy_id or DEFAULT_POLICY)
+        if policy.is_recurrent() and len(observations) != 1:
+            raise UsageError("a policy with memory acts for one observation at a time: call compute_single_action")
+        rows = self._vector.rows.empty(len(observations))
+        for i, observation in enumerate(observations.values()):
+            self._vector.rows.write(rows, i, observation)
+        if self.connectors:
+            rows = np.concatenate([self.connectors.single(row[None]) for row in rows])
+        explorer = policy.explorer(1, len(rows), explore=explore)
+        explorer.go_on({name: np.array(each)[None] for name, each in (state or {}).items()})
+        actions = self._vector.actions.to_env(explorer.act(0, rows))
+        return dict(zip(observations, actions, strict=True)), explorer.state_of(0)
 
     def sample(self, num_steps: int | None = None, *, num_episodes: int | None = None) -> SampleBatch:
         """Step the environments, and return their steps as a batch.
@@ -279,11 +305,14 @@ class EnvRunner:
                 return [self._seed_of(i, start) for i in places] if own else self._seed_of(0, start)
 
             return GymVector(first, None if seeds is None else first_seeds, infos=self._infos)
+        if multi_agent_env_of(first) is not None:
+            raise UsageError(f"{type(first).__name__} has several agents: use MultiAgentEnvRunner, or an algorithm")
         if not all(hasattr(first, name) for name in ("reset", "step", "observation_space", "action_space")):
             raise UsageError(f"the creator returned {type(first).__name__}, which is no Gymnasium environment")
         return LocalVector(
-            lambda i: creator(self._context(i)), num_envs, seeds, restart=restart, infos=self._infos, first=first
-        )
+            lambda i: creator(self._context(i)), num_envs, seeds, restart=restart, infos=self._infos, first=first,
+            max_sequence_length=self._max_length,
+        )  # fmt: skip
 
     def _envpool_of(self, env_id: str, num_envs: int) -> GymVector:
         from rlmesh.envs.environments.envpool_vector import EnvPoolVector

@@ -53,7 +53,7 @@ class EnvRunnerGroup:
         max_restarts: restarts of remote runners within ten minutes; one more ends the job.
         sample_timeout_s: longest wait for a call to remote runners.
         run_dir: folder of the job; None: a new one under ``runs``.
-        runner: further arguments of `EnvRunner`.
+        runner: further arguments of `EnvRunner`; of `MultiAgentEnvRunner`, if the environment has several agents.
 
     Raises:
         UsageError: arguments that cannot work. They are tried in this process before the job starts.
@@ -76,10 +76,11 @@ class EnvRunnerGroup:
         self.fragment_length: int | None = runner.get("rollout_fragment_length")
         # The local runner of a group with remote ones holds the weights; one environment tells it the spaces.
         local = {**given, "num_envs": 1} if num_env_runners else given
-        self.local_env_runner = make_runner(**local)
+        self.local_env_runner: Any = make_runner(**local)
         self._version = 0
         self.local_env_runner.weights_version = 0
         self._weights: Any = None
+        self._weights_version = 0
         self._stats: list[EpisodeStats] = []
         self._handle: JobHandle | None = None
         self._stack: list[Any] = []
@@ -93,7 +94,7 @@ class EnvRunnerGroup:
                 raise
 
     @property
-    def local_worker(self) -> EnvRunner:
+    def local_worker(self) -> Any:
         """`local_env_runner`, under its older name. It may be called too, as in older versions."""
         return self.local_env_runner
 
@@ -101,6 +102,11 @@ class EnvRunnerGroup:
     def remote_workers(self) -> RemoteWorkers:
         """Handles of the remote runners, as a property or as a call: ``group.remote_workers()``."""
         return RemoteWorkers(self._remote or ())
+
+    @property
+    def agents_at_once(self) -> int:
+        """Number of agents that may act in one step of an environment, as far as the environment names them."""
+        return int(getattr(self.local_env_runner, "agents_at_once", 1))
 
     def num_remote_workers(self) -> int:
         """Number of remote runners."""
@@ -118,17 +124,19 @@ class EnvRunnerGroup:
         address = found[0]
         return address, str(Path(address.removeprefix("unix://")).with_name("key"))
 
-    def sample(self, num_steps: int | None = None, *, num_episodes: int | None = None) -> SampleBatch:
+    def sample(self, num_steps: int | None = None, *, num_episodes: int | None = None) -> Any:
         """A batch of all runners: the remote ones at the same time, or the local one if there are none.
 
         Args:
             num_steps: steps of environments in total, see `EnvRunner.sample`.
             num_episodes: whole episodes in total.
-        """
-        batch: SampleBatch = SampleBatch.concat_samples(self.sample_all(num_steps, num_episodes=num_episodes))
-        return batch
 
-    def sample_all(self, num_steps: int | None = None, *, num_episodes: int | None = None) -> list[SampleBatch]:
+        Returns:
+            A `SampleBatch`, or, of several agents, a `MultiAgentBatch`.
+        """
+        return SampleBatch.concat_samples(self.sample_all(num_steps, num_episodes=num_episodes))
+
+    def sample_all(self, num_steps: int | None = None, *, num_episodes: int | None = None) -> list[Any]:
         """The batches of the runners, one each; arguments as for `sample`.
 
         A runner that dies meanwhile restarts, gets the last weights, and samples its share. The share of the dead
@@ -147,7 +155,7 @@ class EnvRunnerGroup:
         batches, stats = [], []
         for member, share, future in futures:
             while (result := future.result()) is None:  # the runner restarted, and has no weights
-                member.call("set_weights", self._weights, self._version).result()
+                member.call("set_weights", *self.kept_weights).result()
                 future = self._ask(member, share)
             batches.append(result[0])
             stats.append(result[1])
@@ -155,24 +163,46 @@ class EnvRunnerGroup:
         return batches
 
     def _ask(self, member: Any, share: Mapping[str, int]) -> Any:
-        return member.call("sample_with_stats", **share, version=self._version)
+        return member.call("sample_with_stats", **share, version=self._weights_version)
 
     def take_stats(self) -> EpisodeStats:
         """The statistics of the batches since the last call."""
         stats, self._stats = EpisodeStats.merged(self._stats), []
         return stats
 
+    def add_stats(self, stats: EpisodeStats) -> None:
+        """Count the episodes of a batch that was sampled by other means than `sample`."""
+        self._stats.append(stats)
+
+    @property
+    def version(self) -> int:
+        """Number of the local runner's weights."""
+        return self._version
+
+    @property
+    def kept_weights(self) -> tuple[Any, int]:
+        """The weights that remote runners get, and their number."""
+        return self._weights, self._weights_version
+
+    def advance(self, updates: int = 1) -> None:
+        """Count updates of the local runner's weights."""
+        self._version += updates
+        self.local_env_runner.weights_version = self._version
+
+    def keep_weights(self) -> None:
+        """Keep the local runner's weights of now, for remote runners."""
+        self._weights, self._weights_version = self.local_env_runner.get_weights(), self._version
+
     def sync_weights(self, policies: Any = None, **_: Any) -> None:
         """Send the local runner's weights to the remote runners, and wait until they have them."""
-        self._version += 1
-        self.local_env_runner.weights_version = self._version
-        self._merge_connectors()
+        self.advance()
+        self.merge_connectors()
         if self._remote is not None:
-            self._weights = self.local_env_runner.get_weights()
+            self.keep_weights()
             group = self._remote.options(timeout_s=self.timeout_s, idempotent=True)
-            group.call("set_weights", self._weights, self._version).result()
+            group.call("set_weights", *self.kept_weights).result()
 
-    def _merge_connectors(self) -> None:
+    def merge_connectors(self) -> None:
         """Merge what the connectors of all runners have learnt into those of the local runner, in a fixed order."""
         connectors = self.local_env_runner.connectors
         if not connectors:
@@ -193,7 +223,7 @@ class EnvRunnerGroup:
         import cloudpickle
 
         group = self._remote.options(timeout_s=self.timeout_s, idempotent=True)
-        group.call("apply", cloudpickle.dumps(EnvRunner.begin_episodes)).result()
+        group.call("apply", cloudpickle.dumps(lambda runner: runner.begin_episodes())).result()
 
     def foreach_worker(
         self, func: Callable[[EnvRunner], Any], *, local_env_runner: bool = True, local_worker: bool | None = None

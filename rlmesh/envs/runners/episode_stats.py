@@ -17,12 +17,17 @@ class EpisodeStats:
         lengths: numbers of steps.
         cut: number of episodes that ended because their environment broke; they are in no other list.
         env_steps: steps of environments.
+        agent_steps: steps of agents, where there are several; otherwise 0.
+        of_agents: by agent, its policy and the sum of its rewards, for each episode of ``returns``; empty if there is
+            one agent.
     """
 
     returns: list[float] = field(default_factory=list)
     lengths: list[int] = field(default_factory=list)
     cut: int = 0
     env_steps: int = 0
+    agent_steps: int = 0
+    of_agents: list[dict[str, tuple[str, float]]] = field(default_factory=list)
 
     def __len__(self) -> int:
         return len(self.returns)
@@ -33,11 +38,15 @@ class EpisodeStats:
 
         Without that, the last episodes, over which means are taken, would be those of the last runner.
         """
-        total = cls(cut=sum(part.cut for part in parts), env_steps=sum(part.env_steps for part in parts))
+        total = cls(
+            cut=sum(part.cut for part in parts), env_steps=sum(part.env_steps for part in parts),
+            agent_steps=sum(part.agent_steps for part in parts),
+        )  # fmt: skip
         places = [((i + 0.5) / len(part), number, i) for number, part in enumerate(parts) for i in range(len(part))]
         for _, number, i in sorted(places):
             total.returns.append(parts[number].returns[i])
             total.lengths.append(parts[number].lengths[i])
+            total.of_agents += parts[number].of_agents[i : i + 1]
         return total
 
     @classmethod
@@ -49,4 +58,6 @@ class EpisodeStats:
             total.lengths += part.lengths
             total.cut += part.cut
             total.env_steps += part.env_steps
+            total.agent_steps += part.agent_steps
+            total.of_agents += part.of_agents
         return total

@@ -1,0 +1,1 @@
+"""Distributions of actions: of plain spaces, and of spaces that are composed of them."""

@@ -1,0 +1,319 @@
+"""`MultiAgentEnvRunner`: steps environments of several agents with the policies of the agents."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from rlmesh.envs.batches.multi_agent_batch import MultiAgentBatch
+from rlmesh.envs.connectors.connector import Connector, ConnectorPipeline
+from rlmesh.envs.environments.features import SEQUENCE_LENGTH
+from rlmesh.envs.environments.local_vector import env_seed
+from rlmesh.envs.environments.observations import ObservationRows
+from rlmesh.envs.environments.registry import EnvContext, EnvCreator, did_you_mean, env_creator_of
+from rlmesh.envs.modules.policy import Policy
+from rlmesh.envs.multi_agent.episodes import EpisodeBook
+from rlmesh.envs.multi_agent.policies import (
+    AgentEpisode,
+    PolicyMapping,
+    PolicySpec,
+    policy_seed,
+    policy_specs,
+    spaces_of_policies,
+)
+from rlmesh.envs.multi_agent.rows import PolicyRows
+from rlmesh.envs.multi_agent.vector import MultiAgentVector
+from rlmesh.envs.runners.env_runner import CONNECTORS, DEFAULT_POLICY, POLICY_PLACE, is_count
+from rlmesh.envs.runners.episode_stats import EpisodeStats
+from rlmesh.errors import UsageError
+
+__all__ = ["MultiAgentEnvRunner"]
+
+logger = logging.getLogger(__name__)
+
+
+class MultiAgentEnvRunner:
+    """Environments of several agents and their policies in this process; each policy acts for all its agents at once.
+
+    Its methods are those of `EnvRunner`; batches are `MultiAgentBatch`, and weights and results are by policy.
+
+    Args:
+        env_creator: a registered name, a class, or a function of an `EnvContext` that returns a `MultiAgentEnv`, or an
+            environment of PettingZoo.
+        policy_class, policy_config: of policies whose spec names no others.
+        policies: see `policy_specs`; a spec's ``config`` replaces entries of ``policy_config``.
+        policy_mapping_fn: see `PolicyMapping`.
+        policy_configs: settings by policy, in place of ``policy_config`` and those of the specs.
+        connectors: not supported with several agents.
+        num_envs, rollout_fragment_length, …: as of `EnvRunner`.
+
+    Raises:
+        UsageError: arguments or spaces that cannot work.
+    """
+
+    def __init__(
+        self, env_creator: str | type | EnvCreator, policy_class: type[Policy], *,
+        policies: Any = None, policy_mapping_fn: Callable[..., str] | None = None,
+        policy_config: Mapping[str, Any] | None = None, policy_configs: Mapping[str, Mapping[str, Any]] | None = None,
+        env_config: Mapping[str, Any] | None = None, num_envs: int = 1, rollout_fragment_length: int = 200,
+        seed: int | None = None, worker_index: int = 0, num_workers: int = 0, start: int = 0, new_obs: bool = True,
+        infos: bool = True, explore: bool = True, restart_failed_sub_environments: bool = True,
+        vectorize_mode: str = "local", connectors: Iterable[Connector] = (), learn_connectors: bool = True,
+        max_sequence_length: int = SEQUENCE_LENGTH,
+    ) -> None:  # fmt: skip
+        for name, value in (("num_envs", num_envs), ("rollout_fragment_length", rollout_fragment_length)):
+            if type(value) is not int or value < 1:
+                raise UsageError(f"MultiAgentEnvRunner({name}={value!r}): a whole number of at least 1")
+        if vectorize_mode != "local":
+            raise UsageError(f"vectorize_mode={vectorize_mode!r}: environments of several agents have 'local' alone")
+        if tuple(connectors):
+            raise UsageError("connectors: environments of several agents have none yet; leave the setting out")
+        self.worker_index, self.num_workers, self.start, self.seed = worker_index, num_workers, start, seed
+        self.num_envs, self.rollout_fragment_length = num_envs, rollout_fragment_length
+        self._new_obs, self.explore = new_obs, explore
+        self.env_config = dict(env_config or {})
+        self.connectors = ConnectorPipeline((), None, num_envs, learn=learn_connectors)
+        creator = env_creator_of(env_creator)
+        self._vector = MultiAgentVector(
+            lambda i: creator(self._context(i)), num_envs, None if seed is None else self._seed_of,
+            restart=restart_failed_sub_environments,
+        )  # fmt: skip
+        specs = policy_specs(policies)
+        self.mapping = PolicyMapping(policy_mapping_fn, specs)
+        self.agents_at_once = max(1, len(self._vector.envs[0].possible_agents))
+        spaces = spaces_of_policies(self._vector.envs[0], specs, self.mapping, self)
+        self.policy_map: dict[str, Policy] = {}
+        book: dict[str, PolicyRows] = {}
+        for name, spec in specs.items():
+            rows = ObservationRows(spaces[name][0], max_sequence_length)
+            config = dict((policy_configs or {}).get(name) or {**(policy_config or {}), **(spec.config or {})})
+            self.policy_map[name] = self._policy(name, spec, policy_class, config, rows.space, spaces[name][1])
+            book[name] = PolicyRows(self.policy_map[name], rows, infos=infos)
+        self.weights_version, self.has_weights = -1, False
+        self._stats, self._must_reset = EpisodeStats(), True
+        # 2 ** 22 runners, 2 ** 12 restarts, 2 ** 29 trajectories: unique over all runners of a run.
+        first_id = (worker_index << 41) | ((start & 0xFFF) << 29)
+        self._book = EpisodeBook(book, self.mapping, num_envs, first_id, self, infos=infos)
+
+    def __call__(self) -> MultiAgentEnvRunner:
+        """This runner: ``group.local_worker()`` was a method in older versions."""
+        return self
+
+    def _policy(
+        self, name: str, spec: PolicySpec, policy_class: type[Policy], config: dict[str, Any], obs: Any, action: Any
+    ) -> Policy:
+        if self.seed is not None:
+            config.setdefault("model_seed", policy_seed(self.seed, name))
+            config["seed"] = env_seed(policy_seed(self.seed, name), self.worker_index, POLICY_PLACE, self.start)
+        policy = (spec.policy_class or policy_class)(obs, action, config)
+        if policy.is_recurrent():
+            raise UsageError(f"the policy {name!r} has a memory; policies of several agents have none yet")
+        return policy
+
+    def _context(self, index: int) -> EnvContext:
+        return EnvContext(
+            self.env_config, worker_index=self.worker_index, vector_index=index, num_workers=self.num_workers
+        )
+
+    def _seed_of(self, index: int, start: int) -> int:
+        assert self.seed is not None
+        return env_seed(self.seed, self.worker_index, index, (self.start << 16) | start)
+
+    @property
+    def module(self) -> Any:
+        """The modules of all policies that have one, as a `MultiAgentRLModule`."""
+        from rlmesh.envs.modules.multi_agent_module import MultiAgentRLModule
+
+        found = {name: getattr(policy, "module", None) for name, policy in self.policy_map.items()}
+        return MultiAgentRLModule({name: module for name, module in found.items() if module is not None})
+
+    def get_policy(self, policy_id: str = DEFAULT_POLICY) -> Policy:
+        """The policy of this id."""
+        if policy_id not in self.policy_map:
+            raise UsageError(f"there is no policy {policy_id!r}.{did_you_mean(policy_id, self.policy_map)}")
+        return self.policy_map[policy_id]
+
+    def policy_of(self, agent_id: Any) -> str:
+        """The policy that an agent would have in a new episode."""
+        return self.mapping(agent_id, AgentEpisode(-1), self)
+
+    def actions_and_states(
+        self, observations: Mapping[Any, Any], policy_id: str | None = None, state: Any = None, *, explore: bool
+    ) -> tuple[dict[Any, Any], dict[str, Any]]:
+        """The actions for observations of the environment, by the same keys, and no state.
+
+        Args:
+            observations: by agent, or by any other key if there is a ``policy_id``.
+            policy_id: the policy of all of them; None: each agent's own.
+            state: policies of several agents have none.
+        """
+        if state:
+            raise UsageError("policies of several agents have no memory yet: leave the state out")
+        if policy_id is not None:
+            self.get_policy(policy_id)
+        by_policy: dict[str, list[Any]] = {}
+        for key in observations:
+            by_policy.setdefault(self.policy_of(key) if policy_id is None else policy_id, []).append(key)
+        found: dict[Any, Any] = {}
+        for name, keys in by_policy.items():
+            own = self._book.rows[name]
+            batch = own.observations.empty(len(keys))
+            for i, key in enumerate(keys):
+                own.observations.write(batch, i, observations[key])
+            actions = self.policy_map[name].explorer(1, len(keys), explore=explore).act(0, batch)
+            found.update(zip(keys, own.actions.to_env(actions), strict=True))
+        return {key: found[key] for key in observations}, {}
+
+    def sample(self, num_steps: int | None = None, *, num_episodes: int | None = None) -> MultiAgentBatch:
+        """Step the environments, and return the steps of their agents by policy.
+
+        A row is one action of an agent: its observation, the action, the sum of its rewards until it observes again,
+        and whether it was terminated or truncated then. An action whose result is not there at the end of the batch is
+        in the next one. Rewards that an agent gets before its first action are in the returns of episodes alone.
+
+        Args:
+            num_steps: steps of all environments together, rounded up to a multiple of their number.
+            num_episodes: whole episodes instead. Each environment begins anew and plays its share of them.
+
+        Returns:
+            The batch, whose rows are those of one trajectory (an agent in an episode) after the other.
+
+        Raises:
+            UsageError: both arguments, or a number below 1; a runner that restarted has no weights yet; the environment
+                broke the rules of `MultiAgentEnv`.
+            FloatingPointError: an environment returned a reward or an observation that is NaN or infinite.
+        """
+        own = [type(policy).get_weights is not Policy.get_weights for policy in self.policy_map.values()]
+        if self.start and not self.has_weights and any(own):
+            raise UsageError(
+                f"runner {self.worker_index} was restarted and has its initial weights only: call its set_weights "
+                "before its sample; EnvRunnerGroup.sample and sync_weights do that by themselves"
+            )
+        if num_steps is not None and num_episodes is not None:
+            raise UsageError("sample: give num_steps or num_episodes, not both")
+        wanted = num_episodes if num_episodes is not None else num_steps
+        if wanted is not None and not is_count(wanted):
+            raise UsageError(f"sample: a whole number of at least 1, not {wanted!r}")
+        if num_episodes is not None:
+            share = [num_episodes // self.num_envs + (i < num_episodes % self.num_envs) for i in range(self.num_envs)]
+            self._must_reset = True
+            batch = self._collect(None, share)
+            self._must_reset = True
+            return batch
+        steps = self.rollout_fragment_length if num_steps is None else -(-num_steps // self.num_envs)
+        return self._collect(steps, [0] * self.num_envs)
+
+    def sample_with_stats(self, num_steps: int | None = None, *, num_episodes: int | None = None) -> Any:
+        """A batch, and the statistics of the episodes that ended in it."""
+        return self.sample(num_steps, num_episodes=num_episodes), self.take_stats()
+
+    def take_stats(self) -> EpisodeStats:
+        """Statistics since the last call."""
+        stats, self._stats = self._stats, EpisodeStats()
+        return stats
+
+    def learn_on_batch(self, batch: Any) -> dict[str, Any]:
+        """Let the policies learn from their parts of a batch; returns metrics by policy id."""
+        parts = batch.as_multi_agent().policy_batches
+        return {name: self.get_policy(name).learn_on_batch(part) for name, part in parts.items()}
+
+    def get_weights(self, policies: Iterable[str] | None = None) -> dict[str, Any]:
+        """Weights by policy id, of all policies or of those named."""
+        names = self.policy_map if policies is None else policies
+        return {name: self.get_policy(name).get_weights() for name in names}
+
+    def set_weights(self, weights: Mapping[str, Any], version: int | None = None) -> None:
+        """Take over weights by policy id, as `get_weights` returns them; other policies keep theirs."""
+        policies = {name: self.get_policy(name) for name in weights if name != CONNECTORS}
+        for name, policy in policies.items():
+            policy.set_weights(weights[name])
+        self.has_weights = True
+        if version is not None:
+            self.weights_version = version
+
+    def begin_episodes(self) -> None:
+        """Drop the episodes that go on: the next `sample` begins new ones."""
+        self._must_reset = True
+
+    def foreach_env(self, fn: Callable[[Any], Any]) -> list[Any]:
+        """``fn(env)`` of each environment, a `MultiAgentEnv`."""
+        return [fn(env) for env in self._vector.envs]
+
+    def apply(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """``fn(self, …)``."""
+        return fn(self, *args, **kwargs)
+
+    def stop(self) -> None:
+        """Close the environments."""
+        self._vector.close()
+
+    def get_state(self) -> dict[str, Any]:
+        """The environments as they are, the generators of actions, and the episodes that go on.
+
+        Environments that cannot be pickled are left out, with a warning: a restored runner begins new episodes.
+        """
+        import cloudpickle
+
+        rngs = {name: policy.rng.bit_generator.state for name, policy in self.policy_map.items()}
+        state = {"rngs": rngs, "counters": self._book.counters(), "starts": list(self._vector.starts)}
+        if self._must_reset:
+            return state
+        try:
+            state["envs"] = cloudpickle.dumps(self._vector.envs)
+        except Exception as error:
+            logger.warning("the environments cannot be pickled, so a restored run begins new episodes: %s", error)
+            return state
+        return {**state, "book": self._book.get_state()}
+
+    def set_state(self, state: Mapping[str, Any]) -> None:
+        """Take over a state of `get_state`."""
+        import cloudpickle
+
+        for name, rng in state["rngs"].items():
+            self.get_policy(name).rng.bit_generator.state = rng
+        self._book.set_counters(state["counters"])
+        self._stats = EpisodeStats()
+        self._must_reset = "envs" not in state or len(state["starts"]) != self.num_envs
+        self._book.running = [None] * self.num_envs
+        if self._must_reset:  # with other seeds than those of the beginning
+            self._vector.begin_again([start + 1 for start in state["starts"]])
+            return
+        self._vector.close()
+        self._vector.put(cloudpickle.loads(state["envs"]), state["starts"])
+        self._book.set_state(state["book"])
+
+    def _begin_all(self) -> None:
+        """Begin an episode in each environment that is not at the start of one."""
+        self._book.clear()
+        for i, running in enumerate(self._book.running):
+            if running is None or running.length:
+                self._book.begin(i, self._vector.reset(i)[0])
+
+    def _collect(self, steps: int | None, share: list[int]) -> MultiAgentBatch:
+        """Step all environments ``steps`` times, or, without that number, until each has played its share."""
+        book, vector, stats = self._book, self._vector, EpisodeStats()
+        if self._must_reset:
+            self._begin_all()
+        self._must_reset = True  # if a step raises, no half-known state goes on
+        try:
+            time = 0
+            while time < steps if steps is not None else any(share):
+                active = [i for i in range(self.num_envs) if steps is not None or share[i]]
+                book.act(active, explore=self.explore)
+                for i in active:
+                    results = vector.step(i, book.actions(i))
+                    if results is None:
+                        book.cut(i, stats)
+                    elif book.add(i, results, stats):
+                        share[i] -= 1
+                    if book.running[i] is None:
+                        book.begin(i, vector.reset(i)[0])
+                time += 1
+            batch = book.take(stats.env_steps, new_obs=self._new_obs)
+        except BaseException:
+            book.running = [None] * self.num_envs
+            raise
+        self._must_reset = False
+        self._stats = EpisodeStats.merged([self._stats, stats])
+        return batch

@@ -1,0 +1,103 @@
+"""Several environments of several agents, each of which is made again if it breaks."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+from rlmesh.envs.environments.local_vector import MAX_FAILURES_IN_A_ROW
+from rlmesh.envs.multi_agent.environment import MultiAgentEnv
+from rlmesh.envs.multi_agent.pettingzoo_env import multi_agent_env_of
+from rlmesh.errors import UsageError
+
+__all__ = ["MultiAgentVector"]
+
+logger = logging.getLogger(__name__)
+
+
+class MultiAgentVector:
+    """Environments that a runner steps one after the other.
+
+    Args:
+        make: makes environment ``index`` of the runner.
+        size: number of environments.
+        seeds: ``seeds(index, start)`` is the seed of the first reset of an environment; None: the environment's own.
+        restart: False lets the error of an environment pass.
+
+    Raises:
+        UsageError: the creator's environments are not of several agents.
+    """
+
+    def __init__(
+        self, make: Callable[[int], Any], size: int, seeds: Callable[[int, int], int] | None, *, restart: bool = True
+    ) -> None:  # fmt: skip
+        self._make, self._seeds, self._restart = make, seeds, restart
+        self.envs: list[MultiAgentEnv] = [self._made(i) for i in range(size)]
+        self.size = size
+        self.starts, self._failures, self._begun = [0] * size, [0] * size, [False] * size
+
+    def _made(self, i: int) -> MultiAgentEnv:
+        env = self._make(i)
+        found = multi_agent_env_of(env)
+        if found is None:
+            raise UsageError(
+                f"multi_agent(…): the environment {env} has one agent; several agents act in a "
+                "MultiAgentEnv or an environment of PettingZoo (make_multi_agent gives several agents copies of it)"
+            )
+        return found
+
+    def reset(self, i: int) -> tuple[Any, Any]:
+        """Begin an episode; observations and infos by agent. A broken environment is made again first."""
+        while True:
+            seed = None
+            if not self._begun[i]:
+                self._begun[i] = True
+                seed = self._seeds(i, self.starts[i]) if self._seeds is not None else None
+            try:
+                observations, infos = self.envs[i].reset(seed=seed)
+                if not observations:
+                    raise UsageError(f"environment {i}: reset returned no observation, so that no agent can act")
+                return observations, infos
+            except Exception as error:
+                self._remake(i, error)
+
+    def step(self, i: int, actions: dict[Any, Any]) -> tuple[Any, Any, Any, Any, Any] | None:
+        """The results of a step, dicts by agent; None if the environment broke, and was made again."""
+        try:
+            observations, rewards, terminateds, truncateds, infos = self.envs[i].step(actions)
+        except Exception as error:
+            self._remake(i, error)
+            return None
+        self._failures[i] = 0
+        return observations, rewards, terminateds, truncateds, infos
+
+    def _remake(self, i: int, error: Exception) -> None:
+        self._failures[i] += 1
+        if not self._restart or self._failures[i] > MAX_FAILURES_IN_A_ROW:
+            error.add_note(
+                f"environment {i} of this runner raised this"
+                + (f" {self._failures[i]} times without one good step between" if self._restart else "")
+            )
+            raise error
+        logger.warning("environment %d broke and is made again; its episode is cut", i, exc_info=error)
+        try:
+            self.envs[i].close()
+        except Exception:
+            logger.debug("the broken environment %d could not be closed", i, exc_info=True)
+        self.starts[i] += 1
+        self._begun[i] = False
+        self.envs[i] = self._made(i)
+
+    def put(self, envs: list[MultiAgentEnv], starts: list[int]) -> None:
+        """Take over environments whose episodes go on, and how often each was made again."""
+        self.envs, self.starts, self._begun = envs, list(starts), [True] * self.size
+
+    def begin_again(self, starts: list[int]) -> None:
+        """Let the next resets take the seeds of other starts, as a restored run does."""
+        self.starts = [*starts[: self.size], *[1] * (self.size - len(starts))]
+        self._begun = [False] * self.size
+
+    def close(self) -> None:
+        for env in self.envs:
+            env.close()
