@@ -97,8 +97,10 @@ def play_episode(algorithm: Algorithm, *, seed: int | None = 0, max_steps: int =
         max_steps: the recording ends after that many steps.
 
     Raises:
-        UsageError: the environment renders no frames.
+        UsageError: the environment renders no frames, or has several agents.
     """
+    if not isinstance(algorithm.env_runner, EnvRunner):
+        raise UsageError("recordings are of environments with one agent; those with several agents are not there yet")
     episode = RecordedEpisode()
     config = algorithm.config
     arguments = algorithm._runner_arguments(config)
