@@ -94,10 +94,13 @@ class TrialLoop:
         except (KeyboardInterrupt, _TimeOver):
             self._interrupt()
 
+    def close(self) -> None:
+        """Close the files of trials that have not ended, and draw their curves."""
+        while self._files:
+            self._files.popitem()[1].close()
+
     def finish(self) -> None:
-        """Close files, draw the curves of a search, and print its table."""
-        for files in self._files.values():
-            files.close()
+        """Draw the curves of a search, and print its table."""
         if self.found.single:
             return
         self._save_state()

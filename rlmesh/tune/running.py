@@ -118,6 +118,7 @@ def run(
     )  # fmt: skip
     with ExitStack() as stack:
         stack.callback(search.end)
+        stack.callback(loop.close)
         slots: list[TrialSlot]
         if at_once == 1:
             local = LocalSlot(loop.answers, raises=single)

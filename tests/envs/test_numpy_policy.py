@@ -63,6 +63,13 @@ def test_the_whole_policy_is_there_on_demand() -> None:
         fast.policy.modul  # noqa: B018
 
 
+def test_a_group_without_settings_of_the_policy() -> None:
+    runner = EnvRunner("CartPole-v1", ModulePolicy, seed=0)
+    fast = EnvRunner("CartPole-v1", seed=0, **numpy_arguments(runner, {"policy_class": ModulePolicy}))
+    fast.set_weights(runner.get_weights())
+    assert np.array_equal(fast.sample(50)[columns.ACTIONS], runner.sample(50)[columns.ACTIONS])
+
+
 class Other(ActorCriticModule):
     """A module of one's own."""
 

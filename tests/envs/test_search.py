@@ -6,7 +6,10 @@ import json
 import math
 import os
 import random
+import re
 import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +20,8 @@ from rlmesh.cli.main import main
 from rlmesh.envs import PG, Algorithm, PGConfig, PPOConfig, ResultDict
 from rlmesh.errors import UsageError
 from rlmesh.tune import space as spaces
+
+from ..own_time import HANG_S
 
 SMALL: dict[str, Any] = {"env": "CartPole-v1", "train_batch_size": 100, "seed": 0}
 TWO = {"training_iteration": 2}
@@ -273,6 +278,22 @@ def test_a_search_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixt
     assert main([*command, "--resume"]) == 0
     assert main(["train", "config.yaml", "--num-samples", "2"]) == 2
     assert "--num-samples: for agents" in capsys.readouterr().err
+
+
+def test_lines_are_coloured_on_a_terminal_only() -> None:
+    program = "from rlmesh.tune.progress import say; say('PPO 1: 64 steps'); say('failed', style='red')"
+    outer, inner = os.openpty()
+    environment = {**{k: v for k, v in os.environ.items() if k not in ("NO_COLOR", "CI")}, "TERM": "xterm-256color"}
+    subprocess.run([sys.executable, "-c", program], stdout=inner, check=True, timeout=HANG_S, env=environment)
+    os.close(inner)
+    printed = os.read(outer, 4096).decode()
+    os.close(outer)
+    assert re.sub(r"\x1b\[[0-9;]*m", "", printed).split() == ["PPO", "1:", "64", "steps", "failed"]
+    assert "\x1b[31m" in printed
+    plain = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=HANG_S, env=environment
+    )
+    assert plain.stdout == "PPO 1: 64 steps\nfailed\n"
 
 
 @pytest.fixture

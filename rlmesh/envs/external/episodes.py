@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from rlmesh.envs.batches import columns
-from rlmesh.envs.modules.policy import Explorer
+from rlmesh.envs.modules.policy import Explorer, States
 from rlmesh.envs.runners.fragments import Fragment
 
 __all__ = ["ActedSteps", "ExternalEpisode", "Piece", "fragment_of"]
@@ -24,11 +24,13 @@ class Piece:
     Attributes:
         columns: by name, ``[steps, …]``.
         after: the observation after the last step.
+        states: of a policy with memory, after the last step.
         ended: ``terminated`` or ``truncated`` if the last step ends the episode.
     """
 
     columns: dict[str, np.ndarray]
     after: np.ndarray
+    states: States
     ended: str = ""
 
     def __len__(self) -> int:
@@ -118,7 +120,7 @@ class ExternalEpisode:
             **{name: column[0, part].copy() for name, column in stretch.explorer.columns().items()},
         }  # fmt: skip
         stretch.taken = part.stop
-        return [Piece(steps, after.copy(), ended)]
+        return [Piece(steps, after.copy(), stretch.explorer.states_before(part.stop, stretch.count), ended)]
 
 
 def fragment_of(pieces: Sequence[Piece]) -> Fragment:
@@ -129,7 +131,7 @@ def fragment_of(pieces: Sequence[Piece]) -> Fragment:
         given[name] = np.zeros((size, steps, *column.shape[1:]), column.dtype)
     valid = np.zeros((size, steps), bool)
     given[columns.TERMINATEDS], given[columns.TRUNCATEDS] = np.zeros((2, size, steps), bool)
-    ended = []
+    ended, ended_states = [], []
     for i, piece in enumerate(pieces):
         part = slice(steps - len(piece), steps)
         valid[i, part] = True
@@ -138,4 +140,7 @@ def fragment_of(pieces: Sequence[Piece]) -> Fragment:
         if piece.ended:
             given[columns.TERMINATEDS if piece.ended == "terminated" else columns.TRUNCATEDS][i, -1] = True
             ended.append((i, steps - 1, piece.after))
-    return Fragment(size, steps, given, valid, np.stack([piece.after for piece in pieces]), ended)
+            ended_states.append(piece.states)
+    states = {name: np.stack([piece.states[name] for piece in pieces]) for name in pieces[0].states}
+    after = np.stack([piece.after for piece in pieces])
+    return Fragment(size, steps, given, valid, after, ended, states, ended_states)

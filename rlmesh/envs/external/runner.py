@@ -42,6 +42,8 @@ class ExternalEnvRunner(EnvRunner):
         self._pieces: list[Piece] = []
         self._sampling, self._stopped, self._weights_count = False, False, 0
         super().__init__(env_creator, policy_class, **arguments)
+        if self.policy.is_recurrent():
+            raise UsageError(f"{type(self.policy).__name__} has memory, and external environments keep no states yet")
 
     def _vector_of(self, given: Any, num_envs: int, mode: str, restart: bool) -> Any:
         return ExternalVector(self._spec)
@@ -159,6 +161,7 @@ class ExternalEnvRunner(EnvRunner):
         if episode.stretch is None or not episode.stretch.fits(self._weights_count):
             self._pieces += episode.take()
             explorer = self.policy.explorer(STRETCH, 1, explore=self.explore)
+            explorer.go_on(episode.stretch.explorer.states if episode.stretch is not None else {})
             episode.stretch = ActedSteps(explorer, self._empty(STRETCH), self._weights_count)
         stretch = episode.stretch
         stretch.obs[stretch.count] = row

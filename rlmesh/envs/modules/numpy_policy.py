@@ -39,8 +39,9 @@ def numpy_arguments(runner: Any, given: Mapping[str, Any]) -> dict[str, Any]:
         return {}
     import cloudpickle
 
-    full = cloudpickle.dumps((type(policy), given["policy_config"]))
-    own = {name: given["policy_config"][name] for name in LEARNS if name in (given.get("policy_config") or {})}
+    config = dict(given.get("policy_config") or {})
+    full = cloudpickle.dumps((type(policy), config))
+    own = {name: config[name] for name in LEARNS if name in config}
     return {"policy_class": NumpyPolicy, "policy_config": {**own, "networks": described, "full": full}}
 
 

@@ -153,6 +153,12 @@ class Explorer:
         """A copy of the state of one environment, without the axis of environments."""
         return {name: state[index].copy() for name, state in self.states.items()}
 
+    def states_before(self, time: int, count: int) -> States:
+        """The state of the first environment before a time step, of which ``count`` were acted in."""
+        if time >= count:
+            return self.state_of(0)
+        return {name: before[0, time].copy() for name, before in self._before.items()}
+
     def act(self, time: int, observations: np.ndarray) -> np.ndarray:
         """The actions to send to the environments at a time step.
 

@@ -25,6 +25,7 @@ from rlmesh.envs import (
     Policy,
     PPOConfig,
     SACConfig,
+    SampleBatch,
 )
 from rlmesh.envs.batches import columns
 from rlmesh.envs.external.runner import ExternalEnvRunner
@@ -32,6 +33,7 @@ from rlmesh.envs.modules.module_policy import ModulePolicy
 from rlmesh.errors import AuthenticationFailed, UsageError
 
 from ...own_time import HANG_S
+from ..recurrent.tasks import MODELS, check_against_whole_episodes
 
 SPACES = (gym.spaces.Box(-1e6, 1e6, (2,), np.float32), gym.spaces.Discrete(2))
 
@@ -41,6 +43,13 @@ class Alternating(Policy):
 
     def compute_actions(self, obs_batch: Any, state_batches: Any = None, *, explore: bool = True, **more: Any) -> Any:
         return obs_batch[:, 1].astype(np.int64) % 2, None, {}
+
+
+class Remembering(Alternating):
+    """Has a state."""
+
+    def get_initial_state(self) -> Any:
+        return {"memory": np.zeros(1)}
 
 
 def runner_of(policy: Any = Alternating, **settings: Any) -> ExternalEnvRunner:
@@ -144,6 +153,34 @@ def test_advantages_are_those_of_an_environment_in_the_runner() -> None:
     assert batch[columns.ACTION_LOGP] == pytest.approx(log_p[np.arange(11), batch[columns.ACTIONS]], abs=1e-5)
 
 
+@pytest.mark.parametrize("kind", ["lstm", "attention"])
+def test_episodes_keep_the_state_of_a_policy_with_memory(kind: str) -> None:
+    """Episodes side by side, longer than a stretch, over batches and new weights: as passes over whole episodes."""
+    config = {"estimate_advantages": True, "gamma": 0.9, "lambda_": 0.0, "model_config": MODELS[kind], "seed": 3}
+    runner = runner_of(ModulePolicy, policy_config=config)
+    waves = {e: np.random.default_rng(e).uniform(-1, 1, (101, 2)).astype(np.float32) for e in (1, 2, 3)}
+    lengths = {1: (3, "terminated"), 2: (100, "truncated"), 3: (70, "")}
+    for name in ("e1", "e2", "e3"):
+        runner.call("c", "start_episode", name, True)
+    batches = []
+    for step in range(100):
+        for episode, (steps, _) in lengths.items():
+            if step < steps:
+                runner.call("c", "get_action", f"e{episode}", waves[episode][step])
+                runner.call("c", "log_returns", f"e{episode}", float(step))
+            elif step == steps and lengths[episode][1]:
+                runner.call("c", "end_episode", f"e{episode}", waves[episode][steps], False)
+        if step in (20, 69):
+            batches.append(runner.sample(1))
+            runner._sampling = True
+        if step == 40:
+            runner.set_weights(runner.get_weights())
+    runner.call("c", "end_episode", "e2", waves[2][100], True)
+    batch = SampleBatch.concat_samples([*batches, runner.sample(1)])
+    policy: Any = runner.policy
+    assert check_against_whole_episodes(batch, policy.module) == 3 + 100 + 69
+
+
 def test_episodes_that_are_not_trained_and_actions_of_the_simulator() -> None:
     runner = runner_of()
     runner.call("c", "start_episode", "shown", False)
@@ -185,6 +222,8 @@ def test_wrong_calls_are_refused() -> None:
     ):
         with pytest.raises(UsageError, match=says):
             config.build()
+    with pytest.raises(UsageError, match="Remembering has memory, and external environments keep no states yet"):
+        runner_of(Remembering)
     box = ExternalEnv(SPACES[0], gym.spaces.Box(-2, 2, (1,), np.float32))
     scaled = ExternalEnvRunner(
         box, SACConfig().environment(box).policy_class(), policy_config=SACConfig().environment(box).policy_config()

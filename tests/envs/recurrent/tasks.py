@@ -6,8 +6,13 @@ from typing import Any
 
 import gymnasium as gym
 import numpy as np
+import torch
+
+from rlmesh.envs import RLModule, SampleBatch
 
 from ..environments import Count
+
+GAMMA = 0.9
 
 LSTM: dict[str, Any] = {"fcnet_hiddens": (8,), "use_lstm": True, "lstm_cell_size": 12, "max_seq_len": 5}
 ATTENTION: dict[str, Any] = {
@@ -64,3 +69,26 @@ class Cue(gym.Env[np.ndarray, Any]):
         reward = float((2 * action - 1) * self.cue) if over else 0.0
         self.at += 1
         return self.observe(), reward, over, False, {}
+
+
+def unrolled(module: RLModule, obs: np.ndarray) -> dict[str, np.ndarray]:
+    """The results of a pass over one whole episode."""
+    states = {name: state[None] for name, state in module.get_initial_state().items()}
+    with torch.no_grad():
+        outputs = module.forward_train({"obs": torch.from_numpy(obs)[None], "state_in": states})
+    return {name: value[0].numpy() for name, value in outputs.items() if name != "state_out"}
+
+
+def check_against_whole_episodes(batch: SampleBatch, module: RLModule) -> int:
+    """Compare what a runner computed step by step with passes over whole episodes; returns the number of rows."""
+    checked = 0
+    batch = batch[np.argsort(batch["eps_id"], kind="stable")]
+    for episode in batch.split_by_episode():
+        assert episode["t"].tolist() == list(range(len(episode)))
+        whole = unrolled(module, np.concatenate([episode["obs"], episode["new_obs"][-1:]]))
+        for name in ("action_dist_inputs", "vf_preds"):
+            assert np.abs(episode[name] - whole[name][:-1]).max() <= 1e-6
+        after = np.where(episode["terminateds"], 0, whole["vf_preds"][1:])
+        assert np.abs(episode["value_targets"] - episode["rewards"] - GAMMA * after).max() <= 1e-5
+        checked += len(episode)
+    return checked

@@ -32,9 +32,8 @@ from rlmesh.envs.learners.sequences import forward_sequences, sequences_of
 from rlmesh.envs.modules.distributions import distribution_of
 from rlmesh.errors import UsageError
 
-from .tasks import ATTENTION, LSTM, MODELS, Cue, Waves
+from .tasks import ATTENTION, GAMMA, LSTM, MODELS, Cue, Waves, check_against_whole_episodes, unrolled
 
-GAMMA = 0.9
 MODES = [None, AutoresetMode.NEXT_STEP, AutoresetMode.SAME_STEP, AutoresetMode.DISABLED]
 
 
@@ -48,29 +47,6 @@ def runner_of(model: dict[str, Any], mode: AutoresetMode | None = None, size: in
         return make() if mode is None else SyncVectorEnv([make] * size, autoreset_mode=mode)
 
     return EnvRunner(creator, ModulePolicy, policy_config=config, num_envs=size, seed=3)
-
-
-def unrolled(module: RLModule, obs: np.ndarray) -> dict[str, np.ndarray]:
-    """The results of a pass over one whole episode."""
-    states = {name: state[None] for name, state in module.get_initial_state().items()}
-    with torch.no_grad():
-        outputs = module.forward_train({"obs": torch.from_numpy(obs)[None], "state_in": states})
-    return {name: value[0].numpy() for name, value in outputs.items() if name != "state_out"}
-
-
-def check_against_whole_episodes(batch: SampleBatch, module: RLModule) -> int:
-    """Compare what a runner computed step by step with passes over whole episodes; returns the number of rows."""
-    checked = 0
-    batch = batch[np.argsort(batch["eps_id"], kind="stable")]
-    for episode in batch.split_by_episode():
-        assert episode["t"].tolist() == list(range(len(episode)))
-        whole = unrolled(module, np.concatenate([episode["obs"], episode["new_obs"][-1:]]))
-        for name in ("action_dist_inputs", "vf_preds"):
-            assert np.abs(episode[name] - whole[name][:-1]).max() <= 1e-6
-        after = np.where(episode["terminateds"], 0, whole["vf_preds"][1:])
-        assert np.abs(episode["value_targets"] - episode["rewards"] - GAMMA * after).max() <= 1e-5
-        checked += len(episode)
-    return checked
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -111,6 +87,33 @@ def test_a_pass_over_padded_sequences_equals_the_steps(
     for key in ("action_dist_inputs", "vf_preds"):
         assert (found[key] - steps[key]).abs().max() <= 1e-6
     check_against_whole_episodes(batch, module)
+
+
+def test_a_sequence_ends_where_steps_are_missing() -> None:
+    runner = runner_of(LSTM, size=1, lengths=(9,))
+    batch = runner.sample(9)[np.array([0, 1, 2, 5, 6, 8])]
+    sequences = sequences_of(batch, ("t",), ["h", "c"], 10)
+    assert [t[there].tolist() for t, there in zip(sequences["t"], sequences["mask"], strict=True)] == [
+        [0, 1, 2], [5, 6], [8],
+    ]  # fmt: skip
+    assert np.array_equal(sequences["state_in_h"], batch["state_in_h"][[0, 3, 5]])
+
+
+def test_nothing_before_an_episode_is_attended_to() -> None:
+    module = ActorCriticModule(Waves.observation_space, Waves.action_space, ATTENTION)
+    obs = torch.rand(2, 4, 2, generator=torch.Generator().manual_seed(0))
+    memory = torch.randn(2, 1, 6, 12, generator=torch.Generator().manual_seed(1))
+    memory[1, :, -2:] = 0.5
+    outputs = []
+    for rubbish in (1.0, -7.0):
+        given = memory.clone()
+        given[0] *= rubbish
+        given[1, :, :-2] *= rubbish
+        state = {"memory": given, "length": torch.tensor([0, 2])}
+        outputs.append(module.forward_train({"obs": obs, "state_in": state})["vf_preds"])
+    assert torch.equal(*outputs)
+    state = {"memory": memory, "length": torch.tensor([0, 6])}  # and what an episode has seen is
+    assert not torch.equal(module.forward_train({"obs": obs, "state_in": state})["vf_preds"][1], outputs[0][1])
 
 
 @pytest.mark.parametrize("kind", [PPOLearner, ActorCriticLearner])
