@@ -97,10 +97,10 @@ def play_episode(algorithm: Algorithm, *, seed: int | None = 0, max_steps: int =
         max_steps: the recording ends after that many steps.
 
     Raises:
-        UsageError: the environment renders no frames, or has several agents.
+        UsageError: the environment renders no frames.
     """
     if not isinstance(algorithm.env_runner, EnvRunner):
-        raise UsageError("recordings are of environments with one agent; those with several agents are not there yet")
+        raise UsageError("a recording plays an environment of one agent; this algorithm has several")
     episode = RecordedEpisode()
     config = algorithm.config
     arguments = algorithm._runner_arguments(config)
