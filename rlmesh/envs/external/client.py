@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import concurrent.futures
 import os
+import queue
 import threading
 import time
 import uuid
+from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
@@ -195,15 +196,32 @@ class ExternalEnvClient:
             PeerLost, CallTimeout: no runner answers.
         """
         left_s = max(1.0, until - time.monotonic())
-        calls = [each.options(timeout_s=left_s).call("external_clients") for each in self._runners]
-        if not any(call.exception() is None for call in concurrent.futures.wait(calls, min(left_s, ANSWER_S)).done):
-            for call in concurrent.futures.as_completed(calls):
-                if call.exception() is None:
-                    break
+        arrived: queue.SimpleQueue[tuple[int, Any]] = queue.SimpleQueue()
+        for rank, runner in enumerate(self._runners):
+            call = runner.options(timeout_s=left_s).call("external_clients")
+            call.add_done_callback(partial(_put, arrived, rank))
+        ends = time.monotonic() + ANSWER_S
+        counts: dict[int, int] = {}
+        failed: Any = None
+        for _ in range(len(self._runners)):
+            wait_s = ends - time.monotonic() if counts else left_s + ANSWER_S  # each call ends by its own deadline
+            try:
+                rank, done = arrived.get(timeout=max(0.0, wait_s))
+            except queue.Empty:
+                break
+            if done.exception() is None:
+                counts[rank] = done.result()
             else:
-                calls[0].result()
-        counts = {rank: call.result() for rank, call in enumerate(calls) if call.done() and call.exception() is None}
+                failed = done
+        if not counts:
+            if failed is None:
+                raise CallTimeout(f"no runner has answered within {left_s:g} s")
+            failed.result()  # raises
         return min(counts, key=counts.__getitem__)
+
+
+def _put(arrived: queue.SimpleQueue[tuple[int, Any]], rank: int, call: Any) -> None:
+    arrived.put((rank, call))
 
 
 PolicyClient = ExternalEnvClient
