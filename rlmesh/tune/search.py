@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path as FilePath
 from typing import Any, Protocol
 
@@ -27,6 +27,8 @@ class Search(Protocol):
 
     def ask(self, number: int) -> dict[Path, Any]: ...
 
+    def go_on(self, number: int, history: Sequence[tuple[int, float]]) -> None: ...
+
     def report(self, number: int, iteration: int, value: float) -> bool: ...
 
     def tell(self, number: int, value: float | None, *, pruned: bool, failed: bool) -> None: ...
@@ -48,6 +50,9 @@ class BasicSearch:
     def ask(self, number: int) -> dict[Path, Any]:
         """The values of a trial."""
         return self._variants[number]
+
+    def go_on(self, number: int, history: Sequence[tuple[int, float]]) -> None:
+        """Do nothing: results are not kept."""
 
     def report(self, number: int, iteration: int, value: float) -> bool:
         """False: no trial is pruned."""
@@ -81,6 +86,7 @@ class OptunaSearch:
         self.total = 0
         self.study: Any = None
         self._trials: dict[int, Any] = {}
+        self._reported: set[int] = set()
         self._known: dict[int, dict[str, Any]] = {}
         self._own_storage: Any = None
 
@@ -156,11 +162,26 @@ class OptunaSearch:
             if found is None:  # of the user, for a new trial
                 self.study.enqueue_trial(trial.params)
 
+    def go_on(self, number: int, history: Sequence[tuple[int, float]]) -> None:
+        """Let a trial begin again from a checkpoint, before which it had these values of iterations.
+
+        What was reported cannot be taken back, so a trial that failed stays in the study as failed, beside a new one.
+        """
+        trial = self._trials[number]
+        if number in self._reported:
+            self._reported.discard(number)
+            self.study.tell(trial, state=_optuna().trial.TrialState.FAIL)
+            self.study.enqueue_trial(trial.params, user_attrs={NUMBER: number})
+            trial = self._trials[number] = self._next(number)
+        for iteration, value in history:
+            trial.report(value, iteration)
+
     def report(self, number: int, iteration: int, value: float) -> bool:
         """Tell the pruner of a value; True if it ends the trial."""
         trial = self._trials[number]
         if math.isfinite(value):
             trial.report(value, iteration)
+            self._reported.add(number)
         return bool(trial.should_prune())
 
     def tell(self, number: int, value: float | None, *, pruned: bool, failed: bool) -> None:

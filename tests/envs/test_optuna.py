@@ -103,6 +103,22 @@ def test_values_stay_with_their_trials_after_several_interruptions(optuna: Any, 
         alike.again(0, {"f": storable(lambda: 1)})
 
 
+def test_a_trial_that_begins_again_reports_its_values_again(optuna: Any) -> None:
+    search = tune.OptunaSearch()
+    search.begin(spaces.find({"lr": tune.uniform(0, 1)}), 1, 0, "max", None, resume=False)
+    values = search.ask(0)
+    search.go_on(0, [])
+    for iteration, value in enumerate((1.0, 50.0, 60.0), 1):
+        search.report(0, iteration, value)
+    search.go_on(0, [(1, 1.0)])  # from the checkpoint of the first iteration
+    search.report(0, 2, 2.0)
+    search.tell(0, 2.0, pruned=False, failed=False)
+    failed, trial = search.study.trials
+    assert (failed.state, trial.state) == (optuna.trial.TrialState.FAIL, optuna.trial.TrialState.COMPLETE)
+    assert trial.intermediate_values == {1: 1.0, 2: 2.0}
+    assert {("lr",): trial.params["lr"]} == values
+
+
 def test_spaces_that_optuna_has_not_are_refused(optuna: Any) -> None:
     for domain in (tune.grid_search([1e-3]), tune.randn(), tune.qloguniform(0.1, 1.0, 0.1)):
         config = {**SMALL, "lr": domain}
