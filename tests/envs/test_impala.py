@@ -77,6 +77,8 @@ def test_without_remote_runners_a_restored_run_goes_on_exactly(kind: Any, tmp_pa
     config = small(kind())
     if kind is APPOConfig:
         config.training(target_network_update_freq=0.25, use_kl_loss=True)
+    else:  # the third training step merges the moments
+        config.training(broadcast_interval=3).env_runners(connectors=[ObservationNormalizer()])
     with config.build() as whole:
         results = [whole.train() for _ in range(4)]
         expected = weights_of(whole)

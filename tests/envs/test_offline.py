@@ -180,6 +180,10 @@ def test_a_restored_run_goes_on_exactly(tmp_path: Path) -> None:
         second.train()
         second.train()
         assert np.array_equal(weights_of(second), expected)
+    with config.copy().offline_data(input_=recorded(1, noise=0.9)).build() as other:  # it has fewer rows
+        assert len(other.data) < 50  # type: ignore[attr-defined]
+        other.restore(tmp_path / "checkpoint")
+        other.train()
 
 
 def test_recordings_of_the_command_line_are_played_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -210,10 +210,14 @@ class IMPALA(Algorithm):
             if hasattr(learner, "follow"):
                 learner.follow(1.0)
 
+    def get_state(self) -> dict[str, Any]:
+        return {**super().get_state(), "steps_since_broadcast": self._steps_since_broadcast}
+
     def set_state(self, state: Mapping[str, Any]) -> None:
         """Take over a state of `get_state`; fragments that are under way are dropped."""
         if self._sampler is not None:
             self._sampler.drop()
+        self._steps_since_broadcast = state["steps_since_broadcast"]
         super().set_state(state)
 
     def stop(self) -> None:

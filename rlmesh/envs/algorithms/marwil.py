@@ -152,10 +152,15 @@ class MARWIL(Algorithm):
         return rows
 
     def get_state(self) -> dict[str, Any]:
-        return {**super().get_state(), "rows": {"order": self._order, "rng": self._rng.bit_generator.state}}
+        return {**super().get_state(), "rows": {
+            "order": self._order, "rng": self._rng.bit_generator.state, "of": len(self.data),
+        }}  # fmt: skip
 
     def set_state(self, state: Mapping[str, Any]) -> None:
-        self._order, self._rng.bit_generator.state = state["rows"]["order"], state["rows"]["rng"]
+        rows = state["rows"]
+        if rows["of"] == len(self.data):  # otherwise the numbers are those of other rows: a new pass begins
+            self._order = rows["order"]
+        self._rng.bit_generator.state = rows["rng"]
         super().set_state(state)
 
 
