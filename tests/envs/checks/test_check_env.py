@@ -17,7 +17,7 @@ from tests.envs.checks import broken
 MODULE = "tests.envs.checks.broken"
 
 FAULTS = {
-    "SameArray": ("aliasing", r"step 1: this call changed the observation that was returned in episode 0, step 0.*copy\(\)"),
+    "SameArray": ("aliasing", r"step 1: this call changed the observation that was returned in episode 0.*copy\(\)"),
     "SameArrayInDict": ("aliasing", r"the observation\['deep'\]\['walk'\] that was returned in episode 0, step 0"),
     "SameArrayInTuple": ("aliasing", r"the observation\[1\] that was returned"),
     "SameArrayInInfo": ("aliasing", r"the info\['debug'\]\[0\]\['seen'\] that was"),
