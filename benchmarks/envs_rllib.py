@@ -48,6 +48,31 @@ def ppo(seed: int) -> dict[str, Any]:
             return {"seconds": time.perf_counter() - began, "steps": steps, "reached": bool(mean >= 475)}
 
 
+def impala(seed: int) -> dict[str, Any]:
+    """Steps until the mean of the last 20 episodes is 150, with the settings of envs_rlmesh.py."""
+    from ray.rllib.algorithms.impala import IMPALAConfig
+    from ray.rllib.core.rl_module.default_model_config import DefaultModelConfig
+
+    began = time.perf_counter()
+    algorithm = (
+        IMPALAConfig()
+        .environment("CartPole-v1")
+        .env_runners(num_env_runners=2, num_envs_per_env_runner=5, rollout_fragment_length=50)
+        .learners(num_learners=0)
+        .training(train_batch_size_per_learner=500)
+        .rl_module(model_config=DefaultModelConfig(fcnet_hiddens=[64, 64], vf_share_layers=False))
+        .reporting(metrics_num_episodes_for_smoothing=20, min_time_s_per_iteration=0)
+        .debugging(seed=seed, log_level="ERROR")
+        .build_algo()
+    )
+    while True:
+        result = algorithm.train()
+        steps = int(result.get("num_env_steps_sampled_lifetime", 0))
+        mean = result.get("env_runners", {}).get("episode_return_mean", 0.0)
+        if mean >= 150 or steps > 300_000:
+            return {"seconds": time.perf_counter() - began, "steps": steps, "reached": bool(mean >= 150)}
+
+
 def first_result(runners: int, seed: int) -> dict[str, Any]:
     """Seconds from the configuration to the first result, after the import of torch."""
     import torch
@@ -88,6 +113,7 @@ def replay(seed: int) -> dict[str, Any]:
 def measure(what: str, seed: int) -> dict[str, Any]:
     known = {
         "sampling_2x8": lambda: sampling(seed), "ppo_rllib": lambda: ppo(seed), "replay": lambda: replay(seed),
+        "impala": lambda: impala(seed),
         "first_1": lambda: first_result(0, seed), "first_2": lambda: first_result(2, seed),
     }  # fmt: skip
     return known[what]() if what in known else {}

@@ -95,6 +95,50 @@ def off_policy(name: str, seed: int) -> dict[str, Any]:
                 return {"seconds": time.perf_counter() - began, "steps": steps, "reached": bool(mean >= goal)}
 
 
+IMPALA: dict[str, Any] = {
+    "train_batch_size": 500, "lr": 5e-4, "grad_clip": 40.0, "vf_loss_coeff": 0.5, "entropy_coeff": 0.01,
+}  # fmt: skip
+"""Settings of both libraries, which are RLlib's defaults."""
+
+
+def impala(seed: int) -> dict[str, Any]:
+    """Steps until the mean of the last 20 episodes is 150, on CartPole-v1 with 2 runners of 5 environments."""
+    from rlmesh.envs import IMPALAConfig
+
+    config = IMPALAConfig().environment("CartPole-v1").debugging(seed=seed).training(**IMPALA)
+    config.env_runners(num_env_runners=2, num_envs_per_env_runner=5, rollout_fragment_length=50)
+    config.rl_module(model_config={"fcnet_hiddens": (64, 64)})
+    config.reporting(metrics_num_episodes_for_smoothing=20, min_env_steps_per_iteration=2000)
+    began = time.perf_counter()
+    with config.build() as algorithm:
+        while True:
+            result = algorithm.train()
+            steps, mean = result["num_env_steps_sampled_lifetime"], result["episode_reward_mean"]
+            if mean >= 150 or steps > 300_000:
+                return {"seconds": time.perf_counter() - began, "steps": steps, "reached": bool(mean >= 150)}
+
+
+def appo(seed: int) -> dict[str, Any]:
+    """Environment steps/s of APPO divided by those of PPO: 2 runners of 8 environments, each step used as often."""
+    from rlmesh.envs import APPOConfig, PPOConfig
+
+    same: dict[str, Any] = {"num_env_runners": 2, "num_envs_per_env_runner": 8, "rollout_fragment_length": 50}
+    batches = {"train_batch_size": 800, "grad_clip": None}
+    ahead = APPOConfig().env_runners(**same).training(**batches, circular_buffer_iterations_per_batch=2)
+    waits = PPOConfig().env_runners(**{**same, "rollout_fragment_length": "auto"})
+    waits.training(**batches, num_epochs=2, minibatch_size=800)
+    rates = {}
+    for name, config in (("appo", ahead), ("ppo", waits)):
+        config.environment("CartPole-v1").debugging(seed=seed).reporting(min_env_steps_per_iteration=4000)
+        with config.build() as algorithm:
+            algorithm.train()
+            began, steps = time.perf_counter(), 0
+            while steps < STEPS:
+                steps += algorithm.train()["env_runners"]["num_env_steps_sampled"]
+            rates[name] = steps / (time.perf_counter() - began)
+    return {"ratio": rates["appo"] / rates["ppo"], **rates}
+
+
 def first_result(runners: int, seed: int) -> dict[str, Any]:
     """Seconds from the configuration to the first result, after the import of torch."""
     import torch
@@ -143,7 +187,7 @@ def measure(what: str, seed: int) -> dict[str, Any]:
         "ppo_zoo": lambda: ppo("zoo", seed), "ppo_rllib": lambda: ppo("rllib", seed),
         "ppo_own": lambda: ppo("own", seed),
         "first_1": lambda: first_result(0, seed), "first_2": lambda: first_result(2, seed),
-        "replay": lambda: replay(seed),
+        "replay": lambda: replay(seed), "impala": lambda: impala(seed), "appo": lambda: appo(seed),
         **{name.lower(): partial(off_policy, name, seed) for name in ("DQN", "SAC", "TD3")},
     }  # fmt: skip
     return rows[what]()

@@ -57,6 +57,7 @@ HEAVY = {
     "pandas": ("rlmesh.tune.analysis",),
     "tensorboard": (),
     "omegaconf": ("rlmesh.rl.trainers",),
+    "minari": ("rlmesh.envs.offline",),
     "gymnasium": ("rlmesh.envs", "rlmesh.cli.commands.train"),
     "pettingzoo": (),
     "vllm": ("rlmesh.rl.engines",),

@@ -15,9 +15,9 @@ Public names are imported on first use; batches, runners and settings need no to
 ``learners``
     `Learner`: updates a module with batches.
 ``algorithms``
-    `AlgorithmConfig` and `Algorithm`; PPO, VPG, A2C, DQN, SAC, TD3.
-``replay``, ``connectors``, ``checks``
-    Replay buffers; steps between environments and policy; faults of environments.
+    `AlgorithmConfig` and `Algorithm`; PPO, VPG, A2C, IMPALA, APPO, DQN, SAC, TD3, BC, MARWIL.
+``replay``, ``connectors``, ``checks``, ``offline``
+    Replay buffers; steps between environments and policy; faults of environments; recorded steps.
 ``external``, ``recording``
     Simulators that connect to the job; episodes as pictures.
 """
@@ -36,6 +36,14 @@ if TYPE_CHECKING:
     from rlmesh.envs.algorithms.continuous import TD3Config as TD3Config
     from rlmesh.envs.algorithms.dqn import DQN as DQN
     from rlmesh.envs.algorithms.dqn import DQNConfig as DQNConfig
+    from rlmesh.envs.algorithms.impala import APPO as APPO
+    from rlmesh.envs.algorithms.impala import IMPALA as IMPALA
+    from rlmesh.envs.algorithms.impala import APPOConfig as APPOConfig
+    from rlmesh.envs.algorithms.impala import IMPALAConfig as IMPALAConfig
+    from rlmesh.envs.algorithms.marwil import BC as BC
+    from rlmesh.envs.algorithms.marwil import MARWIL as MARWIL
+    from rlmesh.envs.algorithms.marwil import BCConfig as BCConfig
+    from rlmesh.envs.algorithms.marwil import MARWILConfig as MARWILConfig
     from rlmesh.envs.algorithms.named import get_algorithm_class as get_algorithm_class
     from rlmesh.envs.algorithms.pg import A2C as A2C
     from rlmesh.envs.algorithms.pg import PG as PG
@@ -78,6 +86,14 @@ if TYPE_CHECKING:
 _WHERE = {
     "A2C": "rlmesh.envs.algorithms.pg",
     "A2CConfig": "rlmesh.envs.algorithms.pg",
+    "APPO": "rlmesh.envs.algorithms.impala",
+    "APPOConfig": "rlmesh.envs.algorithms.impala",
+    "BC": "rlmesh.envs.algorithms.marwil",
+    "BCConfig": "rlmesh.envs.algorithms.marwil",
+    "IMPALA": "rlmesh.envs.algorithms.impala",
+    "IMPALAConfig": "rlmesh.envs.algorithms.impala",
+    "MARWIL": "rlmesh.envs.algorithms.marwil",
+    "MARWILConfig": "rlmesh.envs.algorithms.marwil",
     "ActorCriticModule": "rlmesh.envs.modules.rl_module",
     "Algorithm": "rlmesh.envs.algorithms.algorithm",
     "AlgorithmConfig": "rlmesh.envs.algorithms.algorithm_config",

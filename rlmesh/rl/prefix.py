@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from inspect import signature
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -134,15 +134,17 @@ def packed_attention(
     rows = [x.transpose(0, 1) for x in (key, value)]
     if layout.key_tokens is not None:
         rows = [x.index_select(0, layout.key_tokens) for x in rows]
-    grouped: dict[str, bool] = {}
+    grouped: dict[str, Any] = {}
     if (repeats := query.shape[0] // key.shape[0]) > 1:
         if "enable_gqa" in signature(varlen_attn).parameters:
             grouped = {"enable_gqa": True}
         else:  # torch before 2.12
             rows = [x.repeat_interleave(repeats, 1) for x in rows]
+    keys, values = (x.contiguous() for x in rows)
     result = varlen_attn(
         query.transpose(0, 1).contiguous(),
-        *(x.contiguous() for x in rows),
+        keys,
+        values,
         layout.query_starts,
         layout.key_starts,
         layout.longest_query,

@@ -79,8 +79,8 @@ def test_all_faults_come_in_one_error() -> None:
         assert fault in text
     with pytest.raises(UsageError, match="Did you mean 'CartPole-v"):
         PPOConfig().environment("CartPoll-v1").build()
-    with pytest.raises(UsageError, match="num_learners=2: the algorithm learns in this process so far"):
-        PPOConfig().environment("CartPole-v1").learners(num_learners=2).build()
+    with pytest.raises(UsageError, match="num_learners: a whole number of at least 0, not -2"):
+        PPOConfig().environment("CartPole-v1").learners(num_learners=-2).build()
     with pytest.raises(UsageError, match=r"the environment .*CartPole-v1.* has one agent"):
         PPOConfig().environment("CartPole-v1").multi_agent(policies={"a", "b"}).build()
 

@@ -64,8 +64,18 @@ class Algorithm:
             **self._runner_arguments(config), num_env_runners=config["num_env_runners"],
             max_restarts=restarts_of(config),
         )  # fmt: skip
-        self.learner_group = LearnerGroup(self.env_runner.policy_map, config["policies_to_train"])
-        self.learner_group.require_learning()
+        number = config["num_learners"]
+        settings = {"timeout_s": config["sample_timeout_s"], "max_restarts": config["max_learner_restarts"]}
+        try:
+            self.learner_group = LearnerGroup(
+                self.env_runner.policy_map,
+                config["policies_to_train"],
+                num_learners=number,
+                **settings if number else {},
+            )
+        except BaseException:
+            self.env_runner_group.stop()
+            raise
 
     def _runner_arguments(self, config: AlgorithmConfig) -> dict[str, Any]:
         fragment = config["rollout_fragment_length"]
@@ -294,7 +304,8 @@ class Algorithm:
 
     def stop(self) -> None:
         """Close environments, and end the jobs of remote runners; a second call does nothing."""
-        for group in (getattr(self, "env_runner_group", None), self._evaluation):
+        groups = ("learner_group", "env_runner_group", "_evaluation")
+        for group in (getattr(self, name, None) for name in groups):
             if group is not None:
                 group.stop()
 

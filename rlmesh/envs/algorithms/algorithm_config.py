@@ -38,6 +38,10 @@ class AlgorithmConfig:
     """Import path of the algorithm, so that settings need no torch."""
     training_defaults: ClassVar[Mapping[str, Any]] = {}
     changed_defaults: ClassVar[Mapping[str, Any]] = {}
+    is_asynchronous: ClassVar[bool] = False
+    """True for algorithms whose runners sample while the learner trains."""
+    is_offline: ClassVar[bool] = False
+    """True for algorithms that learn from recorded steps alone."""
 
     def __init__(self, algo_class: type[Algorithm] | None = None) -> None:
         sections = {section: dict(settings) for section, settings in SECTIONS.items()}
@@ -50,6 +54,7 @@ class AlgorithmConfig:
                     raise UsageError(f"{base.__name__}.changed_defaults: there is no setting {name!r}")
                 values[name] = copy.deepcopy(value)
         self.__dict__.update(_sections=sections, _values=values, _frozen=False, _algo_class=algo_class)
+        self.__dict__["_per_learner"] = frozenset()  # names of sizes per learner that were given
 
     def environment(self, env: Any = None, **settings: Any) -> Self:
         """The environment: a registered name, a Gymnasium id, a class, or a creator.
@@ -71,7 +76,8 @@ class AlgorithmConfig:
             settings: ``num_env_runners`` (0: in this process), ``num_envs_per_env_runner``,
                 ``rollout_fragment_length`` (steps of each environment per sample, or ``"auto"``: the batch divided by
                 the number of environments), ``explore``, ``vectorize_mode``, ``sample_timeout_s``,
-                ``connectors`` (objects of `rlmesh.envs.connectors`, applied in their order).
+                ``connectors`` (objects of `rlmesh.envs.connectors`, applied in their order),
+                ``max_requests_in_flight_per_env_runner`` (of IMPALA and APPO).
         """
         return self._set("env_runners", settings)
 
@@ -84,8 +90,18 @@ class AlgorithmConfig:
         return self._set("training", settings)
 
     def learners(self, **settings: Any) -> Self:
-        """Settings of the place of learning: ``num_learners`` (0: in this process), ``torch_threads``."""
+        """Settings of the place of learning: ``num_learners`` (0: in this process; otherwise processes of their own,
+        which share each batch), ``torch_threads``. Batch sizes are those of all learners together."""
         return self._set("learners", settings)
+
+    def offline_data(self, **settings: Any) -> Self:
+        """Recorded steps, for BC and MARWIL.
+
+        Args:
+            settings: ``input_`` (files, folders, patterns, batches, or Minari data sets: see `rlmesh.envs.offline`),
+                ``dataset_num_iters_per_learner`` (updates per training step; None: each step of the data once).
+        """
+        return self._set("offline_data", settings)
 
     def multi_agent(self, **settings: Any) -> Self:
         """Policies of several agents.
@@ -106,7 +122,8 @@ class AlgorithmConfig:
 
     def fault_tolerance(self, **settings: Any) -> Self:
         """Failures: ``restart_failed_env_runners``, ``restart_failed_sub_environments``,
-        ``max_env_runner_restarts`` (of one runner, within ten minutes)."""
+        ``max_env_runner_restarts`` (of one runner, within ten minutes), ``max_learner_restarts`` (of the remote
+        learners, which restart together)."""
         return self._set("fault_tolerance", settings)
 
     def rl_module(self, **settings: Any) -> Self:
@@ -228,6 +245,17 @@ class AlgorithmConfig:
         """The faults of the settings; a subclass appends those of its own."""
         found = [*problems_of(self._values), *external_problems(self._values)]
         found += self._problems_of_policies()
+        name = type(self).__name__.removesuffix("Config")
+        if self._values["max_requests_in_flight_per_env_runner"] != 1 and not self.is_asynchronous:
+            found.append(f"max_requests_in_flight_per_env_runner: {name} waits for its runners; leave the setting out")
+        if self._values["input_"] is not None and not self.is_offline:
+            found.append(f"input_: {name} samples its own steps; BC and MARWIL learn from recorded ones")
+        if self._values["num_learners"] and not self.learner_class().shares_batches():
+            found.append(f"num_learners: {name} learns from whole batches, in this process; set 0")
+        if self._values["num_learners"] not in (0, 1) and (given := self._per_learner):
+            found.append(
+                f"{sorted(given)[0]}: batch sizes are of all learners together; set {ALIASES[sorted(given)[0]]}"
+            )
         if self._values["env"] is None:
             found.append("environment(…): name an environment")
         else:
@@ -273,7 +301,7 @@ class AlgorithmConfig:
         """
         twin = copy.copy(self)
         twin.__dict__["_values"] = {
-            name: value if name == "env" else copy.deepcopy(value) for name, value in self._values.items()
+            name: value if name in ("env", "input_") else copy.deepcopy(value) for name, value in self._values.items()
         }
         twin.__dict__["_frozen"] = bool(copy_frozen)
         return twin
@@ -353,6 +381,8 @@ class AlgorithmConfig:
             if isinstance(known[key], dict) and value is None:
                 value = {}
             self._values[key] = value
+            if name.endswith("_per_learner") and name in ALIASES:
+                self.__dict__["_per_learner"] |= {name}
         return self
 
     def __repr__(self) -> str:

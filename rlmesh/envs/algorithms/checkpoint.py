@@ -7,9 +7,10 @@ import os
 import shutil
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rlmesh.envs.algorithms.algorithm_config import AlgorithmConfig
+from rlmesh.envs.batches.tensors import arrays_of_tree, tensors_of_tree
 from rlmesh.errors import UsageError
 
 if TYPE_CHECKING:
@@ -34,7 +35,7 @@ def save(algorithm: Algorithm, folder: Path) -> str:
     aside = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
     try:
         state = {"format": FORMAT, "algorithm": type(algorithm).__name__, **algorithm.get_state()}
-        torch.save(_tensors(state), aside / STATE)
+        torch.save(tensors_of_tree(state), aside / STATE)
         (aside / CONFIG).write_bytes(cloudpickle.dumps(algorithm.config))
         (aside / RUNNERS).write_bytes(cloudpickle.dumps(algorithm.env_runner_group.runner_states()))
         for name in (STATE, CONFIG, RUNNERS):
@@ -61,7 +62,7 @@ def restore(algorithm: Algorithm, folder: Path) -> None:
 
     if not (folder / STATE).is_file():
         raise UsageError(f"restore: {folder} has no checkpoint (no {STATE})")
-    state = _arrays(torch.load(folder / STATE, weights_only=True))
+    state = arrays_of_tree(torch.load(folder / STATE, weights_only=True))
     if state.pop("format") != FORMAT:
         raise UsageError(f"restore: {folder} was written by another version of rlmesh")
     name = state.pop("algorithm")
@@ -85,25 +86,3 @@ def config_of(folder: Path) -> AlgorithmConfig:
     config = cloudpickle.loads((folder / CONFIG).read_bytes())
     assert isinstance(config, AlgorithmConfig)
     return config.copy()
-
-
-def _tensors(value: Any) -> Any:
-    """The value with arrays as tensors, so that torch reads it without pickle."""
-    import numpy as np
-    import torch
-
-    if isinstance(value, np.ndarray):
-        return {"__array__": torch.from_numpy(value.copy())}
-    if isinstance(value, np.generic):
-        return value.item()
-    if isinstance(value, dict):
-        return {key: _tensors(each) for key, each in value.items()}
-    return type(value)(map(_tensors, value)) if isinstance(value, list | tuple) else value
-
-
-def _arrays(value: Any) -> Any:
-    if isinstance(value, dict):
-        if value.keys() == {"__array__"}:
-            return value["__array__"].numpy()
-        return {key: _arrays(each) for key, each in value.items()}
-    return type(value)(map(_arrays, value)) if isinstance(value, list | tuple) else value

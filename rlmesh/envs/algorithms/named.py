@@ -15,7 +15,11 @@ __all__ = ["ALGORITHMS", "get_algorithm_class"]
 
 ALGORITHMS = {
     "A2C": "rlmesh.envs.algorithms.pg",
+    "APPO": "rlmesh.envs.algorithms.impala",
+    "BC": "rlmesh.envs.algorithms.marwil",
     "DQN": "rlmesh.envs.algorithms.dqn",
+    "IMPALA": "rlmesh.envs.algorithms.impala",
+    "MARWIL": "rlmesh.envs.algorithms.marwil",
     "PG": "rlmesh.envs.algorithms.pg",
     "PPO": "rlmesh.envs.algorithms.ppo",
     "SAC": "rlmesh.envs.algorithms.continuous",

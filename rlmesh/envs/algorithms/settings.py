@@ -19,12 +19,14 @@ SECTIONS: dict[str, dict[str, Any]] = {
     "env_runners": {
         "num_env_runners": 0, "num_envs_per_env_runner": 1, "rollout_fragment_length": "auto", "explore": True,
         "vectorize_mode": "local", "sample_timeout_s": 600.0, "connectors": (),
+        "max_requests_in_flight_per_env_runner": 1,
     },
     "training": {
         "lr": 3e-4, "gamma": 0.99, "train_batch_size": 4000, "grad_clip": 0.5, "model": {}, "num_epochs": 1,
         "minibatch_size": None, "adam_epsilon": 1e-5,
     },
     "learners": {"num_learners": 0, "torch_threads": None},
+    "offline_data": {"input_": None, "dataset_num_iters_per_learner": None},
     "multi_agent": {
         "policies": None, "policy_mapping_fn": None, "policies_to_train": None, "count_steps_by": "env_steps",
     },
@@ -34,6 +36,7 @@ SECTIONS: dict[str, dict[str, Any]] = {
     },
     "fault_tolerance": {
         "restart_failed_env_runners": True, "restart_failed_sub_environments": True, "max_env_runner_restarts": 100,
+        "max_learner_restarts": 3,
     },
     "rl_module": {"module_class": None, "model_config": {}},
     "debugging": {"seed": None},
@@ -61,6 +64,8 @@ NOT_THERE: dict[str, str] = {
     "num_gpus_per_learner": "GPUs cannot be chosen yet; leave the setting out",
     "observation_fn": "change observations in the environment; leave the setting out",
     "observation_filter": "for MeanStdFilter, set connectors=[ObservationNormalizer()], of rlmesh.envs.connectors",
+    "learner_queue_size": "runners are ahead by max_requests_in_flight_per_env_runner fragments at most; set that",
+    "num_aggregator_actors_per_learner": "fragments are joined where the algorithm runs; leave the setting out",
     "policy_map_capacity": "all policies stay in memory; leave the setting out",
     "num_cpus_per_env_runner": "a remote runner is one process on one core; leave the setting out",
 }
@@ -69,10 +74,11 @@ NOT_THERE: dict[str, str] = {
 _COUNTS = (
     ("num_env_runners", 0), ("num_envs_per_env_runner", 1), ("train_batch_size", 1), ("num_epochs", 1),
     ("evaluation_duration", 1), ("evaluation_num_env_runners", 0), ("max_env_runner_restarts", 0),
+    ("num_learners", 0), ("max_learner_restarts", 0), ("max_requests_in_flight_per_env_runner", 1),
     ("min_env_steps_per_iteration", 0),
     ("metrics_num_episodes_for_smoothing", 1), ("max_sequence_length", 1),
 )  # fmt: skip
-_COUNTS_OR_NONE = ("minibatch_size", "evaluation_interval", "torch_threads")
+_COUNTS_OR_NONE = ("minibatch_size", "evaluation_interval", "torch_threads", "dataset_num_iters_per_learner")
 _UNITS = ("episodes", "timesteps")
 _OF_EVALUATION = {
     *SECTIONS["environment"], *SECTIONS["env_runners"], *SECTIONS["fault_tolerance"], "seed",
@@ -104,8 +110,6 @@ def problems_of(values: Mapping[str, Any]) -> list[str]:
         found.append(f"evaluation_duration_unit: there is no {values['evaluation_duration_unit']!r}.{hint}")
     if values["seed"] is not None and (type(values["seed"]) is not int or values["seed"] < 0):
         found.append(f"seed: a whole number of at least 0, or None, not {values['seed']!r}")
-    if values["num_learners"] != 0:
-        found.append(f"num_learners={values['num_learners']!r}: the algorithm learns in this process so far; set 0")
     found += multi_agent_problems(values)
     return [problem for problem in found if problem is not None]
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import numpy as np
 
+from rlmesh.envs.batches import columns
 from rlmesh.errors import UsageError
 
-__all__ = ["discounted_returns", "fragment_gae"]
+__all__ = ["discounted_returns", "fragment_gae", "rows_that_go_on"]
 
 
 def fragment_gae(
@@ -50,6 +53,20 @@ def discounted_returns(rewards: np.ndarray, next_values: np.ndarray, goes_on: np
         ahead = rewards[time] + gamma * np.where(goes_on[time], ahead, next_values[time])
         returns[time] = ahead
     return returns.astype(np.float32)
+
+
+def rows_that_go_on(batch: Mapping[str, np.ndarray]) -> np.ndarray:
+    """True where the next row of a batch is the next step of the same episode, ``[rows]``.
+
+    Args:
+        batch: has the columns ``eps_id``, ``t``, ``terminateds`` and ``truncateds``. Fragments of any number of
+            environments may follow each other.
+    """
+    episode, t = batch[columns.EPS_ID], batch[columns.T]
+    goes_on: np.ndarray = ~(batch[columns.TERMINATEDS] | batch[columns.TRUNCATEDS])
+    goes_on[:-1] &= (episode[1:] == episode[:-1]) & (t[1:] == t[:-1] + 1)
+    goes_on[-1:] = False
+    return goes_on
 
 
 def _check(gamma: float, lambda_: float) -> None:

@@ -104,20 +104,25 @@ class EpisodeRecording:
         finally:
             env.close()
 
-    def replay(self, make: Callable[[], Any]) -> str | None:
+    def replay(
+        self, make: Callable[[], Any], seen: Callable[[Any, float | None], None] = lambda observation, reward: None
+    ) -> str | None:
         """Play the recorded actions again; the first difference as text, or None if the episode is the same.
 
         Args:
             make: makes the environment.
+            seen: called with each observation, and with the reward of the step that led to it (None for the first one).
         """
         env = make()
         try:
             actions = env.action_space.from_jsonable(self.actions)
             observation, _ = env.reset(seed=self.seed)
             again = [TracedStep.of("reset", observation)]
+            seen(observation, None)
             for number, action in enumerate(actions, 1):
                 observation, reward, terminated, truncated, _ = env.step(action)
                 again.append(TracedStep.of(f"step {number}", observation, reward, terminated, truncated))
+                seen(observation, reward)
                 if again[-1].digest != self.steps[number].digest:
                     break
         finally:

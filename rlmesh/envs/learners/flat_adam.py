@@ -62,6 +62,11 @@ class FlatAdam:
         self.gradient.mul_((most / (norm + 1e-6)).clamp(max=1.0))
         return norm
 
+    def whole_gradient(self) -> torch.Tensor:
+        """The gradients of all parameters, as the tensor that `step` reads."""
+        self._gather()
+        return self.gradient
+
     @torch.no_grad()
     def step(self) -> None:
         """Update the parameters by their gradients."""

@@ -14,6 +14,7 @@ import torch
 from rlmesh.envs.batches import columns
 from rlmesh.envs.batches.sample_batch import SampleBatch
 from rlmesh.envs.learners.flat_adam import FlatAdam
+from rlmesh.envs.learners.partners import ALONE, LearnerShare, Partners
 from rlmesh.envs.learners.schedule import scheduled
 from rlmesh.envs.learners.sequences import forward_sequences, sequences_of
 from rlmesh.envs.modules.rl_module import RLModule
@@ -44,6 +45,9 @@ class Learner:
         recurrent: True if the loss works for modules with memory too: it then calls `forward` instead of the module's
             ``forward_train``.
         steps: rows that this learner was given so far, each counted once.
+        partners: the learners that update copies of the same module, each with a share of the batch. A loss must be
+            a mean over rows; statistics of the whole minibatch, such as those of standardised advantages, come from
+            `Partners.mean_and_std`.
     """
 
     wants: ClassVar[tuple[str, ...]] = ()
@@ -54,6 +58,7 @@ class Learner:
         self.module = module
         self.config: dict[str, Any] = {**DEFAULTS, **config}
         self.steps = 0
+        self.partners: Partners = ALONE
         self.generator = torch.Generator()
         self.generator.manual_seed(self.config.get("seed") or torch.seed())
         self._parameters = [p for p in module.parameters() if p.requires_grad]
@@ -119,9 +124,19 @@ class Learner:
             UsageError: the batch is empty or lacks a column.
             FloatingPointError: the loss is NaN or infinite; the weights are those from before the update.
         """
-        tensors = self.tensors_of(batch)
-        rows, config = len(batch), self.config
-        units = len(next(iter(tensors.values()), batch))  # rows, or sequences
+        return self.update_share(batch, None)
+
+    def update_share(self, batch: SampleBatch, share: LearnerShare | None) -> dict[str, float]:
+        """`update` of this learner and its partners, each with some rows of a batch, which may be none.
+
+        Args:
+            batch: the rows of this learner.
+            share: the place of these rows in the whole batch; None: it is the whole batch. The minibatches are those
+                that one learner would have made of the whole batch, whatever part of each of them is here.
+        """
+        tensors, config = self.tensors_of(batch, may_be_empty=share is not None), self.config
+        first, rows = share or LearnerShare(0, len(batch))
+        units = rows if share is not None else len(next(iter(tensors.values()), batch))  # rows, or sequences
         parts = min(-(-rows // (config["minibatch_size"] or rows)), units)
         bounds = [units * i // parts for i in range(parts + 1)]
         lr = scheduled(config["lr"], self.steps)
@@ -134,16 +149,21 @@ class Learner:
                 order = torch.randperm(units, generator=self.generator) if parts > 1 else None
                 is_last = epoch == config["num_epochs"] - 1
                 for start, end in pairwise(bounds):
-                    part = tensors
+                    part, here = tensors, end - start if share is None else len(batch)
                     if order is not None:
                         index = order[start:end]
+                        if share is not None:
+                            index = index[(index >= first) & (index < first + len(batch))] - first
                         part = {name: tensor.index_select(0, index) for name, tensor in tensors.items()}
-                    stats = self._step(part)
+                        here = len(index)
+                    stats = self._step(part, here, end - start)
                     if is_last:
                         for name, value in stats.items():
                             sums[name] = sums[name] + value if name in sums else value
             names = list(sums)
-            values = (torch.stack([sums[name].float() for name in names]) / parts).tolist()
+            totals = torch.stack([sums[name].float() for name in names]) / parts
+            self.partners.add(totals)
+            values = totals.tolist()
             if not (all(map(np.isfinite, values)) and all(bool(p.isfinite().all()) for p in self._parameters)):
                 raise FloatingPointError(f"the update gave {dict(zip(names, values, strict=True))}")
         self.steps += rows
@@ -151,30 +171,66 @@ class Learner:
         self.after_update(result)
         return {**result, "curr_lr": lr}
 
-    def tensors_of(self, batch: SampleBatch) -> dict[str, torch.Tensor]:
-        """The columns that `loss` reads, as tensors on the memory of the batch; sequences, if the module has memory."""
+    def check(self, batch: SampleBatch) -> None:
+        """Raise `UsageError` if the batch is empty or lacks a column."""
         if not len(batch):
             raise UsageError(f"{type(self).__name__}: the batch has no rows to learn from")
         lacks = [name for name in self.wants if name not in batch]
         if lacks:
             raise UsageError(f"{type(self).__name__} needs the column {lacks[0]!r}; the batch has {', '.join(batch)}")
+
+    def tensors_of(self, batch: SampleBatch, *, may_be_empty: bool = False) -> dict[str, torch.Tensor]:
+        """The columns that `loss` reads, as tensors on the memory of the batch; sequences, if the module has memory."""
+        if not may_be_empty:
+            self.check(batch)
         if states := list(self.module.get_initial_state()):
             longest = self.module.model_config.get("max_seq_len", MAX_SEQ_LEN)
             return {k: torch.from_numpy(v) for k, v in sequences_of(batch, self.wants, states, longest).items()}
         return {name: torch.from_numpy(_writable(batch[name])) for name in self.wants}
 
-    def _step(self, part: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    @classmethod
+    def shares_batches(cls) -> bool:
+        """True if several learners can update copies of the module with shares of a batch."""
+        return cls.update is Learner.update
+
+    def edges(self, batch: SampleBatch) -> np.ndarray:
+        """The rows that a share of a batch may begin with, ascending, 0 the first of them; here all rows."""
+        return np.arange(len(batch))
+
+    def _step(self, part: dict[str, torch.Tensor], here: int, whole: int) -> dict[str, torch.Tensor]:
+        """One step of the optimizer with a minibatch of ``whole`` rows, of which ``here`` are in this process.
+
+        Returns:
+            Statistics, weighted by the share of the rows.
+        """
         loss, stats = self.loss(part)
+        stats["total_loss"] = loss.detach()
         self.optimizer.zero_grad()
-        loss.backward()
+        if here == whole:
+            loss.backward()
+        elif here:
+            (loss * (here / whole)).backward()
+        if self.partners.size > 1:
+            stats = {name: value * (here / whole) if here else torch.zeros_like(value) for name, value in stats.items()}
+            self._add_gradients()
         if (most := self.config["grad_clip"]) is not None:
             if isinstance(self.optimizer, FlatAdam):
-                stats["grad_norm"] = self.optimizer.clip(most)
+                norm = self.optimizer.clip(most)
             else:
-                stats["grad_norm"] = torch.nn.utils.clip_grad_norm_(self._parameters, most).detach()
+                norm = torch.nn.utils.clip_grad_norm_(self._parameters, most).detach()
+            stats["grad_norm"] = norm * (here / whole)
         self.optimizer.step()
-        stats["total_loss"] = loss.detach()
         return stats
+
+    def _add_gradients(self) -> None:
+        """Add up the gradients of all partners."""
+        if isinstance(self.optimizer, FlatAdam):
+            self.partners.add(self.optimizer.whole_gradient())
+            return
+        for p in self._parameters:
+            if p.grad is None:
+                p.grad = torch.zeros_like(p)
+            self.partners.add(p.grad)
 
     @contextmanager
     def training(self) -> Iterator[None]:

@@ -8,6 +8,7 @@ import torch
 
 from rlmesh.envs.batches import columns
 from rlmesh.envs.learners.learner import Learner
+from rlmesh.envs.learners.partners import ALONE, Partners
 from rlmesh.envs.learners.schedule import scheduled
 
 __all__ = ["ActorCriticLearner", "PPOLearner"]
@@ -27,7 +28,7 @@ class ActorCriticLearner(Learner):
         assert distribution is not None
         outputs, batch = self.forward(batch)
         inputs = outputs[columns.ACTION_DIST_INPUTS]
-        advantages = _advantages(batch, config)
+        advantages = _advantages(batch, self)
         policy_loss = -(distribution.log_prob(inputs, batch[columns.ACTIONS]) * advantages).mean()
         vf_loss = (outputs[columns.VF_PREDS] - batch[columns.VALUE_TARGETS]).square().mean()
         entropy = distribution.entropy(inputs).mean()
@@ -64,7 +65,7 @@ class PPOLearner(Learner):
         assert distribution is not None
         outputs, batch = self.forward(batch)
         inputs = outputs[columns.ACTION_DIST_INPUTS]
-        advantages = _advantages(batch, config)
+        advantages = _advantages(batch, self)
         ratio = torch.exp(distribution.log_prob(inputs, batch[columns.ACTIONS]) - batch[columns.ACTION_LOGP])
         policy_loss = -torch.min(ratio * advantages, ratio.clamp(1 - self.clip, 1 + self.clip) * advantages).mean()
         error = (outputs[columns.VF_PREDS] - batch[columns.VALUE_TARGETS]).square()
@@ -95,13 +96,16 @@ class PPOLearner(Learner):
         self.kl_coeff = state["kl_coeff"]
 
 
-def standardized(advantages: torch.Tensor) -> torch.Tensor:
-    """Advantages with mean 0 and standard deviation 1; a single one unchanged."""
+def standardized(advantages: torch.Tensor, partners: Partners = ALONE) -> torch.Tensor:
+    """Advantages with mean 0 and standard deviation 1 over all partners; a single one unchanged."""
+    if partners.size > 1:
+        mean, std = partners.mean_and_std(advantages)
+        return (advantages - mean) / (std + 1e-8)
     if len(advantages) < 2:
         return advantages
     return (advantages - advantages.mean()) / (advantages.std() + 1e-8)
 
 
-def _advantages(batch: dict[str, torch.Tensor], config: Any) -> torch.Tensor:
+def _advantages(batch: dict[str, torch.Tensor], learner: Learner) -> torch.Tensor:
     found = batch[columns.ADVANTAGES]
-    return standardized(found) if config["standardize_advantages"] else found
+    return standardized(found, learner.partners) if learner.config["standardize_advantages"] else found

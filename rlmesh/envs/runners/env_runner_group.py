@@ -80,6 +80,7 @@ class EnvRunnerGroup:
         self._version = 0
         self.local_env_runner.weights_version = 0
         self._weights: Any = None
+        self._weights_version = 0
         self._stats: list[EpisodeStats] = []
         self._handle: JobHandle | None = None
         self._stack: list[Any] = []
@@ -154,7 +155,7 @@ class EnvRunnerGroup:
         batches, stats = [], []
         for member, share, future in futures:
             while (result := future.result()) is None:  # the runner restarted, and has no weights
-                member.call("set_weights", self._weights, self._version).result()
+                member.call("set_weights", *self.kept_weights).result()
                 future = self._ask(member, share)
             batches.append(result[0])
             stats.append(result[1])
@@ -162,24 +163,46 @@ class EnvRunnerGroup:
         return batches
 
     def _ask(self, member: Any, share: Mapping[str, int]) -> Any:
-        return member.call("sample_with_stats", **share, version=self._version)
+        return member.call("sample_with_stats", **share, version=self._weights_version)
 
     def take_stats(self) -> EpisodeStats:
         """The statistics of the batches since the last call."""
         stats, self._stats = EpisodeStats.merged(self._stats), []
         return stats
 
+    def add_stats(self, stats: EpisodeStats) -> None:
+        """Count the episodes of a batch that was sampled by other means than `sample`."""
+        self._stats.append(stats)
+
+    @property
+    def version(self) -> int:
+        """Number of the local runner's weights."""
+        return self._version
+
+    @property
+    def kept_weights(self) -> tuple[Any, int]:
+        """The weights that remote runners get, and their number."""
+        return self._weights, self._weights_version
+
+    def advance(self, updates: int = 1) -> None:
+        """Count updates of the local runner's weights."""
+        self._version += updates
+        self.local_env_runner.weights_version = self._version
+
+    def keep_weights(self) -> None:
+        """Keep the local runner's weights of now, for remote runners."""
+        self._weights, self._weights_version = self.local_env_runner.get_weights(), self._version
+
     def sync_weights(self, policies: Any = None, **_: Any) -> None:
         """Send the local runner's weights to the remote runners, and wait until they have them."""
-        self._version += 1
-        self.local_env_runner.weights_version = self._version
-        self._merge_connectors()
+        self.advance()
+        self.merge_connectors()
         if self._remote is not None:
-            self._weights = self.local_env_runner.get_weights()
+            self.keep_weights()
             group = self._remote.options(timeout_s=self.timeout_s, idempotent=True)
-            group.call("set_weights", self._weights, self._version).result()
+            group.call("set_weights", *self.kept_weights).result()
 
-    def _merge_connectors(self) -> None:
+    def merge_connectors(self) -> None:
         """Merge what the connectors of all runners have learnt into those of the local runner, in a fixed order."""
         connectors = self.local_env_runner.connectors
         if not connectors:

@@ -25,6 +25,8 @@ GLOBAL_GENERATORS = 0xFFFE
 class RemoteEnvRunner:
     """A member of the role that an `EnvRunnerGroup` starts; its methods are those of its `EnvRunner`."""
 
+    _offered: tuple[Any, int] | None = None
+
     def setup(self) -> None:
         import cloudpickle
 
@@ -54,8 +56,30 @@ class RemoteEnvRunner:
         return self.runner.sample_with_stats(num_steps, num_episodes=num_episodes)
 
     @rpc
+    def sample_fragment(self, num_steps: int) -> Any:
+        """A batch, its statistics, the number of the weights, and what connectors learnt; None without any weights.
+
+        The newest weights that were offered are taken over before.
+        """
+        offered, self._offered = self._offered, None
+        if offered is not None and offered[1] > self.runner.weights_version:
+            self.runner.set_weights(*offered)
+        if not self.runner.has_weights:
+            return None
+        batch, stats = self.runner.sample_with_stats(num_steps)
+        connectors = self.runner.connectors
+        return batch, stats, self.runner.weights_version, connectors.take_delta() if connectors else None
+
+    @rpc
+    async def offer_weights(self, weights: Any, version: int) -> None:
+        """Keep weights until the next fragment begins; this call does not wait for the fragment of now."""
+        self._offered = (weights, version)
+
+    @rpc
     def set_weights(self, weights: Any, version: int | None = None) -> None:
         """See `EnvRunner.set_weights`."""
+        if version is None:  # weights that were offered before do not replace those that are set by hand
+            self._offered = None
         self.runner.set_weights(weights, version)
 
     @rpc

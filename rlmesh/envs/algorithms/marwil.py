@@ -1,0 +1,167 @@
+"""BC and MARWIL: they learn from recorded steps (Wang et al. 2018)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import numpy as np
+
+from rlmesh.envs.algorithms.algorithm import Algorithm
+from rlmesh.envs.algorithms.algorithm_config import AlgorithmConfig
+from rlmesh.envs.algorithms.results import ResultDict
+from rlmesh.envs.algorithms.train_ops import train_one_step
+from rlmesh.envs.batches import columns
+from rlmesh.envs.offline.recorded_steps import RecordedSteps
+from rlmesh.envs.offline.sources import parts_of, source_problem
+from rlmesh.envs.runners.env_runner import EnvRunner
+from rlmesh.errors import UsageError
+
+if TYPE_CHECKING:
+    from rlmesh.envs.learners.learner import Learner
+
+__all__ = ["BC", "MARWIL", "BCConfig", "MARWILConfig"]
+
+
+class MARWILConfig(AlgorithmConfig):
+    """Settings of MARWIL, beside those of all algorithms:
+
+    ============================================  ====================================================================
+    ``offline_data(input_=…)``                    the recorded steps: see `rlmesh.envs.offline`
+    ``beta``                                      how much actions with high returns are preferred; 0: not at all
+    ``vf_coeff``                                  weight of half the squared error of the values
+    ``moving_average_sqd_adv_norm_start``         the squared scale of the advantages at the start
+    ``moving_average_sqd_adv_norm_update_rate``   share by which a minibatch moves it
+    ``train_batch_size``                          rows of an update
+    ============================================  ====================================================================
+
+    The environment gives the spaces, and is played by `Algorithm.evaluate` only. A truncated or cut episode is
+    bootstrapped from the value of the observation after its last step.
+    """
+
+    algo_class: ClassVar = "rlmesh.envs.algorithms.marwil.MARWIL"
+    is_offline: ClassVar = True
+    training_defaults: ClassVar = {
+        "beta": 1.0, "vf_coeff": 1.0, "moving_average_sqd_adv_norm_start": 100.0,
+        "moving_average_sqd_adv_norm_update_rate": 1e-8,
+    }  # fmt: skip
+    changed_defaults: ClassVar = {"lr": 1e-4, "grad_clip": None, "train_batch_size": 2000, "adam_epsilon": 1e-8}
+
+    def learner_class(self) -> type[Learner]:
+        from rlmesh.envs.learners.marwil import MARWILLearner
+
+        return MARWILLearner
+
+    def problems(self) -> list[str]:
+        values, found = self._values, super().problems()
+        if values["input_"] is None:
+            found.append("offline_data(input_=…): name the recorded steps")
+        elif (problem := source_problem(values["input_"])) is not None:
+            found.append(problem)
+        for name in ("beta", "vf_coeff", "moving_average_sqd_adv_norm_update_rate"):
+            if not (isinstance(values[name], int | float) and values[name] >= 0):
+                found.append(f"{name}: a number of at least 0, not {values[name]!r}")
+        start = values["moving_average_sqd_adv_norm_start"]
+        if not (isinstance(start, int | float) and start > 0):
+            found.append(f"moving_average_sqd_adv_norm_start: a number above 0, not {start!r}")
+        if values["num_env_runners"]:
+            found.append("num_env_runners: nothing is sampled; for evaluation, set evaluation_num_env_runners")
+        if values["min_env_steps_per_iteration"]:
+            found.append("min_env_steps_per_iteration: nothing is sampled; set dataset_num_iters_per_learner")
+        if values["connectors"]:
+            found.append("connectors: recorded observations are learnt from as they are; leave the setting out")
+        return found
+
+
+class BCConfig(MARWILConfig):
+    """Settings of behaviour cloning: those of MARWIL, with ``beta=0``."""
+
+    algo_class: ClassVar = "rlmesh.envs.algorithms.marwil.BC"
+    changed_defaults: ClassVar = {"beta": 0.0}
+
+    def problems(self) -> list[str]:
+        found = super().problems()
+        if self._values["beta"] != 0:
+            found.append(f"beta={self._values['beta']!r}: BC has beta=0; MARWIL has others")
+        return found
+
+
+class MARWIL(Algorithm):
+    """Updates the policy with recorded steps; `evaluate` shows what it has learnt.
+
+    Attributes:
+        data: the recorded steps.
+    """
+
+    @classmethod
+    def get_default_config(cls) -> Any:
+        return MARWILConfig(cls)
+
+    def setup(self, config: AlgorithmConfig) -> None:
+        super().setup(config)
+        try:
+            self._read(config)
+        except BaseException:
+            self.stop()
+            raise
+
+    def _read(self, config: AlgorithmConfig) -> None:
+        from gymnasium import spaces
+
+        if not isinstance(self.env_runner, EnvRunner):
+            raise UsageError("BC and MARWIL learn from recorded steps of one agent; the environment has several")
+        if not isinstance(self.env_runner.action_space, spaces.Discrete | spaces.MultiDiscrete | spaces.Box):
+            raise UsageError(
+                f"BC and MARWIL learn actions of Discrete, MultiDiscrete and Box spaces, not of "
+                f"{self.env_runner.action_space}"
+            )
+        rows = self.env_runner._vector.rows
+        self.data = RecordedSteps(
+            list(parts_of(config["input_"], rows, self._make)), rows, self.env_runner.action_space
+        )
+        self._last = self.data.last_observations() if config["beta"] else None
+        self._rng = np.random.default_rng(config["seed"])
+        self._order = np.zeros(0, np.int64)
+
+    def _make(self) -> Any:
+        from rlmesh.envs.environments.registry import EnvContext, env_creator_of
+
+        return env_creator_of(self.config["env"])(EnvContext(self.config["env_config"]))
+
+    def training_step(self) -> ResultDict:
+        """Updates with random batches of the recorded steps; each step once, before any is there again."""
+        size = min(self.config["train_batch_size"], len(self.data))
+        updates = self.config["dataset_num_iters_per_learner"] or -(-len(self.data) // size)
+        targets = None
+        if self._last is not None:
+            values = self.get_policy().values_of(self._last)  # type: ignore[attr-defined]
+            targets = self.data.returns(self.config["gamma"], values)
+        results = ResultDict()
+        for _ in range(updates):
+            rows = self._next_rows(size)
+            batch = self.data.batch[rows]
+            if targets is not None:
+                batch[columns.VALUE_TARGETS] = targets[rows]
+            results = train_one_step(self, batch)
+        return results
+
+    def _next_rows(self, size: int) -> np.ndarray:
+        while len(self._order) < size:
+            self._order = np.concatenate([self._order, self._rng.permutation(len(self.data))])
+        rows, self._order = self._order[:size], self._order[size:]
+        return rows
+
+    def get_state(self) -> dict[str, Any]:
+        return {**super().get_state(), "rows": {"order": self._order, "rng": self._rng.bit_generator.state}}
+
+    def set_state(self, state: Mapping[str, Any]) -> None:
+        self._order, self._rng.bit_generator.state = state["rows"]["order"], state["rows"]["rng"]
+        super().set_state(state)
+
+
+class BC(MARWIL):
+    """Behaviour cloning: the most likely policy of the recorded actions (Pomerleau 1989)."""
+
+    @classmethod
+    def get_default_config(cls) -> Any:
+        return BCConfig(cls)

@@ -1,0 +1,164 @@
+"""Learners of steps that older policies sampled: IMPALA and APPO."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+
+from rlmesh.envs.batches import columns
+from rlmesh.envs.batches.estimates import rows_that_go_on
+from rlmesh.envs.batches.sample_batch import SampleBatch
+from rlmesh.envs.learners.learner import Learner
+from rlmesh.envs.learners.schedule import scheduled
+from rlmesh.envs.learners.vtrace import vtrace
+from rlmesh.envs.modules.rl_module import RLModule
+
+__all__ = ["APPOLearner", "IMPALALearner"]
+
+GOES_ON, ENDS, END_OBS = "goes_on", "ends", "end_obs"
+"""Tensors that are made of columns: see `IMPALALearner.tensors_of`."""
+
+
+class IMPALALearner(Learner):
+    """The policy gradient with V-trace (Espeholt et al. 2018, section 4.2), over whole fragments.
+
+    ``−log π(a|s)·A + c_v·½·(V(s) − v)² − c_e·H`` with targets v and advantages A of `vtrace`. The policy that sampled
+    is known by the log-probabilities that the batch recorded; all values are those of the module as it is now.
+    """
+
+    wants: ClassVar = (
+        columns.OBS, columns.NEW_OBS, columns.ACTIONS, columns.REWARDS, columns.TERMINATEDS, columns.TRUNCATEDS,
+        columns.EPS_ID, columns.T, columns.ACTION_LOGP,
+    )  # fmt: skip
+
+    def __init__(self, module: RLModule, config: Mapping[str, Any]) -> None:
+        super().__init__(module, config)
+        self.before_update()
+
+    def before_update(self) -> None:
+        self.entropy_coeff = scheduled(self.config["entropy_coeff"], self.steps)
+
+    def edges(self, batch: SampleBatch) -> np.ndarray:
+        return np.concatenate([[0], np.flatnonzero(~rows_that_go_on(batch))[:-1] + 1])
+
+    def tensors_of(self, batch: SampleBatch, *, may_be_empty: bool = False) -> dict[str, torch.Tensor]:
+        """The columns, and: where rows go on, the rows after which values are bootstrapped, the observations there."""
+        tensors = super().tensors_of(batch, may_be_empty=may_be_empty)
+        goes_on = rows_that_go_on(batch)
+        ends = np.flatnonzero(~goes_on & ~batch[columns.TERMINATEDS])
+        tensors[GOES_ON], tensors[ENDS] = torch.from_numpy(goes_on), torch.from_numpy(ends)
+        tensors[END_OBS] = tensors.pop(columns.NEW_OBS)[tensors[ENDS]]
+        return tensors
+
+    def loss(self, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        distribution = self.module.distribution
+        assert distribution is not None
+        outputs = self.module.forward_train(batch)
+        inputs, values = outputs[columns.ACTION_DIST_INPUTS], outputs[columns.VF_PREDS]
+        logp = distribution.log_prob(inputs, batch[columns.ACTIONS])
+        targets, advantages = self.traced(batch, logp.detach(), values.detach())
+        policy_loss = -(logp * advantages).mean()
+        return self.whole_loss(policy_loss, values, targets, inputs, {})
+
+    def traced(
+        self, batch: dict[str, torch.Tensor], logp: torch.Tensor, values: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Targets and advantages by V-trace, for the policy with these log-probabilities ``[rows]``."""
+        bootstraps = torch.zeros_like(values)
+        if len(batch[ENDS]):
+            with torch.no_grad():
+                bootstraps[batch[ENDS]] = self.module.compute_values({columns.OBS: batch[END_OBS]}).to(values.dtype)
+        config = self.config
+        return vtrace(
+            logp - batch[columns.ACTION_LOGP], batch[columns.REWARDS], values, bootstraps, batch[GOES_ON],
+            config["gamma"], clip_rho=config["vtrace_clip_rho_threshold"],
+            clip_pg_rho=config["vtrace_clip_pg_rho_threshold"],
+        )  # fmt: skip
+
+    def whole_loss(
+        self, policy_loss: torch.Tensor, values: torch.Tensor, targets: torch.Tensor, inputs: torch.Tensor,
+        more: dict[str, torch.Tensor],
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:  # fmt: skip
+        """The loss of the policy plus those of values and entropy, and statistics."""
+        distribution = self.module.distribution
+        assert distribution is not None
+        vf_loss = 0.5 * (values - targets).square().mean()
+        entropy = distribution.entropy(inputs).mean()
+        loss = policy_loss + self.config["vf_loss_coeff"] * vf_loss
+        if self.entropy_coeff:
+            loss = loss - self.entropy_coeff * entropy
+        stats = {"policy_loss": policy_loss, "vf_loss": vf_loss, "entropy": entropy, **more}
+        return loss, {name: value.detach() for name, value in stats.items()}
+
+
+class APPOLearner(IMPALALearner):
+    """The clipped ratio of PPO with a target network and V-trace (Luo et al. 2020, equation 5 and algorithm 1).
+
+    The ratio of probabilities is ``min(π_sampled / π_target, ρ)·π / π_sampled``, the advantages are those of V-trace
+    for the target policy. With ``use_kl_loss``, the divergence from the target policy is a part of the loss.
+
+    Attributes:
+        target: a copy of the module, which takes over a share ``tau`` of it every ``target_period`` trained rows.
+    """
+
+    def __init__(self, module: RLModule, config: Mapping[str, Any]) -> None:
+        super().__init__(module, config)
+        self.target = copy.deepcopy(module).requires_grad_(False).eval()
+        self.kl_coeff = float(self.config["kl_coeff"])
+        self.followed_at = 0
+
+    def loss(self, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        config, distribution = self.config, self.module.distribution
+        assert distribution is not None
+        outputs = self.module.forward_train(batch)
+        inputs, values = outputs[columns.ACTION_DIST_INPUTS], outputs[columns.VF_PREDS]
+        actions, sampled = batch[columns.ACTIONS], batch[columns.ACTION_LOGP]
+        logp = distribution.log_prob(inputs, actions)
+        with torch.no_grad():
+            layers = self.target.layers_to_act(explore=True)  # without those of values, where that is possible
+            target_inputs = (
+                self.target.forward_train(batch)[columns.ACTION_DIST_INPUTS]
+                if layers is None
+                else layers(batch[columns.OBS])
+            )
+            target_logp = distribution.log_prob(target_inputs, actions)
+            from_target = (sampled - target_logp).exp().clamp(max=config["target_worker_clipping"])
+        targets, advantages = self.traced(batch, target_logp, values.detach())
+        ratio = from_target * (logp - sampled).exp()
+        clip = scheduled(config["clip_param"], self.steps)
+        policy_loss = -torch.min(ratio * advantages, ratio.clamp(1 - clip, 1 + clip) * advantages).mean()
+        kl = distribution.kl(target_inputs, inputs).mean()
+        more = {"kl": kl, "target_ratio": from_target.mean()}
+        loss, stats = self.whole_loss(policy_loss, values, targets, inputs, more)
+        return (loss + self.kl_coeff * kl if config["use_kl_loss"] else loss), stats
+
+    def after_update(self, stats: dict[str, float]) -> None:
+        if self.config["use_kl_loss"]:
+            if stats["kl"] > 2.0 * self.config["kl_target"]:
+                self.kl_coeff *= 1.5
+            elif stats["kl"] < 0.5 * self.config["kl_target"]:
+                self.kl_coeff *= 0.5
+            stats["curr_kl_coeff"] = self.kl_coeff
+        if self.steps - self.followed_at >= self.config["target_period"]:
+            self.follow(self.config["tau"])
+            self.followed_at = self.steps
+
+    @torch.no_grad()
+    def follow(self, share: float) -> None:
+        """Move the target by a share of its distance to the module; 1 copies the module."""
+        torch._foreach_lerp_(list(self.target.parameters()), list(self.module.parameters()), share)
+        for late, now in zip(self.target.buffers(), self.module.buffers(), strict=True):
+            late.copy_(now)
+
+    def get_state(self) -> dict[str, Any]:
+        more = {"target": self.target.state_dict(), "kl_coeff": self.kl_coeff, "followed_at": self.followed_at}
+        return {**super().get_state(), **more}
+
+    def set_state(self, state: Mapping[str, Any]) -> None:
+        super().set_state(state)
+        self.target.load_state_dict(state["target"])
+        self.kl_coeff, self.followed_at = state["kl_coeff"], state["followed_at"]

@@ -1,0 +1,1 @@
+"""Learners in processes of their own, which average their gradients."""

@@ -1,0 +1,300 @@
+"""IMPALA and APPO: runners that sample while the learner trains."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+import numpy as np
+import pytest
+import torch
+
+from rlmesh.envs import (
+    APPO,
+    IMPALA,
+    Algorithm,
+    AlgorithmConfig,
+    APPOConfig,
+    EnvRunner,
+    EnvRunnerGroup,
+    IMPALAConfig,
+    ModulePolicy,
+    SampleBatch,
+)
+from rlmesh.envs.connectors import ObservationNormalizer
+from rlmesh.envs.learners.impala import APPOLearner
+from rlmesh.envs.replay.circular import CircularBuffer
+from rlmesh.envs.runners.async_sampler import AsyncSampler
+from rlmesh.errors import UsageError
+
+from .environments import Count
+
+
+def small(config: AlgorithmConfig | None = None, runners: int = 0) -> Any:
+    config = config or IMPALAConfig()
+    config.environment(lambda context: Count((5,), (False,))).debugging(seed=1)
+    config.env_runners(num_env_runners=runners, num_envs_per_env_runner=2, rollout_fragment_length=10)
+    return config.training(train_batch_size=40).reporting(min_env_steps_per_iteration=0)
+
+
+def weights_of(algorithm: Algorithm) -> np.ndarray:
+    weights = algorithm.get_weights()["default_policy"]
+    return np.concatenate([weights[name].ravel() for name in sorted(weights)])
+
+
+def pids_of(group: EnvRunnerGroup) -> list[int]:
+    assert group._remote is not None
+    calls = group._remote.options(timeout_s=60, idempotent=True)  # also while a runner is being restarted
+    return [int(pid) for pid in calls.call("apply", cloudpickle.dumps(lambda runner: os.getpid())).result()]
+
+
+def test_settings_that_cannot_work_are_refused() -> None:
+    config = IMPALAConfig().environment("CartPole-v1")
+    config.training(vtrace=False, minibatch_size=10, vtrace_clip_rho_threshold=0.0, broadcast_interval=0)
+    config.training(entropy_coeff="much").env_runners(rollout_fragment_length="auto")
+    with pytest.raises(UsageError) as caught:
+        config.build()
+    text = str(caught.value)
+    assert "IMPALAConfig has 6 faults" in text
+    for fault in (
+        "vtrace: only True", "minibatch_size: V-trace needs whole fragments", "vtrace_clip_rho_threshold: a",
+        "broadcast_interval: a whole number", "entropy_coeff: a number, or points", "rollout_fragment_length",
+    ):  # fmt: skip
+        assert fault in text
+    with pytest.raises(UsageError, match=r"tau: a number above 0 and at most 1, not 2"):
+        APPOConfig().environment("CartPole-v1").training(tau=2).build()
+    with pytest.raises(UsageError, match="learner_queue_size=…\\): runners are ahead by max_requests_in_flight"):
+        IMPALAConfig().training(learner_queue_size=16)
+
+
+@pytest.mark.parametrize("kind", [IMPALAConfig, APPOConfig])
+def test_without_remote_runners_a_restored_run_goes_on_exactly(kind: Any, tmp_path: Path) -> None:
+    config = small(kind())
+    if kind is APPOConfig:
+        config.training(target_network_update_freq=0.25, use_kl_loss=True)
+    with config.build() as whole:
+        results = [whole.train() for _ in range(4)]
+        expected = weights_of(whole)
+    assert results[-1]["timesteps_total"] == 160
+    stats = results[-1]["learners"]["default_policy"]["learner_stats"]
+    assert stats["staleness_max"] <= (8 if kind is APPOConfig else 0)
+    with config.build() as first:
+        first.train()
+        first.train()
+        first.save(tmp_path / "checkpoint")
+    with Algorithm.from_checkpoint(tmp_path / "checkpoint") as second:
+        second.train()
+        result = second.train()
+        assert np.array_equal(weights_of(second), expected)
+    assert result["learners"] == results[-1]["learners"]
+
+
+def test_the_target_follows_by_trained_steps_and_by_weights_that_are_set() -> None:
+    config = small(APPOConfig()).training(tau=0.5, target_network_update_freq=0.25)
+    with config.build() as algorithm:
+        assert config.target_period() == 0.25 * 8 * 2 * 40
+        learner = algorithm.get_policy().learner
+        assert isinstance(learner, APPOLearner)
+
+        def distance() -> float:
+            pairs = zip(learner.target.parameters(), learner.module.parameters(), strict=True)
+            return sum(float((a - b).detach().abs().sum()) for a, b in pairs)
+
+        assert distance() == 0
+        algorithm.train()  # 2 updates of 40 rows: 80 of 160
+        moved = distance()
+        assert moved > 0
+        algorithm.train()  # the period is over
+        assert learner.followed_at == 160
+        algorithm.set_weights({"default_policy": {n: v * 2 for n, v in algorithm.get_policy().get_weights().items()}})
+        assert distance() == 0
+
+
+def test_the_clipped_ratio_of_appo_is_that_of_the_paper() -> None:
+    policy = ModulePolicy(Count.observation_space, Count.action_space, {"seed": 3})
+    config = {
+        **APPOConfig().policy_config(),
+        "gamma": 0.9,
+        "entropy_coeff": 0.0,
+        "vf_loss_coeff": 0.0,
+        "clip_param": 0.1,
+    }
+    learner = APPOLearner(policy.module, config)
+    batch = EnvRunner(lambda context: Count(), ModulePolicy, policy_config={"seed": 5}, seed=5).sample(30)
+    with torch.no_grad():
+        for parameter in learner.target.parameters():
+            parameter.mul_(1.3)
+    tensors = learner.tensors_of(batch)
+    loss, stats = learner.loss(tensors)
+
+    distribution = policy.module.distribution
+    assert distribution is not None
+
+    def logp(module: Any) -> np.ndarray:
+        with torch.no_grad():
+            found = distribution.log_prob(module.forward_train(tensors)["action_dist_inputs"], tensors["actions"])
+        return np.asarray(found.numpy(), np.float64)
+
+    now, target, sampled = logp(policy.module), logp(learner.target), batch["action_logp"].astype(np.float64)
+    with torch.no_grad():
+        values = policy.module.compute_values(tensors)
+        _, advantages = learner.traced(tensors, torch.from_numpy(target.astype(np.float32)), values)
+    ratio = np.minimum(np.exp(sampled - target), 2.0) * np.exp(now - sampled)
+    gains = np.minimum(ratio * advantages.numpy(), np.clip(ratio, 0.9, 1.1) * advantages.numpy())
+    assert loss.item() == pytest.approx(-gains.mean(), rel=1e-4)
+    assert stats["kl"] > 0
+
+
+def test_a_circular_buffer_uses_each_batch_so_many_times() -> None:
+    buffer = CircularBuffer(3, 2, seed=0)
+    drawn: list[int] = []
+    for number in range(3):
+        buffer.add(SampleBatch(obs=np.array([number])), [number])
+    state = buffer.state()
+    for _ in range(6):
+        batch, versions = buffer.sample()
+        assert versions == [batch["obs"][0]]
+        drawn.append(versions[0])
+    assert sorted(drawn) == [0, 0, 1, 1, 2, 2]
+    with pytest.raises(UsageError, match="all batches are used up"):
+        buffer.sample()
+    buffer.restore(state)
+    assert [buffer.sample()[1][0] for _ in range(6)] == drawn
+    for number in range(5):
+        buffer.add(SampleBatch(obs=np.array([number])), [number])
+    assert {buffer.sample()[1][0] for _ in range(6)} == {2, 3, 4}  # the oldest ones made room
+
+
+def test_runners_sample_ahead_with_the_newest_weights_and_nothing_is_there_twice(tmp_path: Path) -> None:
+    with EnvRunnerGroup(
+        policy_class=ModulePolicy, env_creator=lambda context: Count((5,), (False,)), num_env_runners=2, num_envs=2,
+        seed=3, new_obs=True, infos=False, connectors=[ObservationNormalizer()], run_dir=str(tmp_path / "run"),
+    ) as group:  # fmt: skip
+        sampler = AsyncSampler(group, 20, 2)
+        first = sampler.take(60)
+        assert first.rows == 60
+        assert first.versions == [group.version] * 3
+        seen: set[tuple[int, int]] = set()
+        rows = 0
+
+        def count(batch: SampleBatch) -> None:
+            nonlocal rows
+            steps = set(zip(batch["eps_id"].tolist(), batch["t"].tolist(), strict=True))
+            assert not steps & seen
+            seen.update(steps)
+            rows += len(batch)
+
+        count(first.joined())
+        versions: list[int] = []
+        for i in range(12):
+            group.advance()
+            sampler.publish()
+            if i in (3, 7):
+                os.kill(pids_of(group)[i // 4], signal.SIGKILL)
+            taken = sampler.take(40)
+            count(taken.joined())
+            versions += taken.versions
+        assert max(versions) > min(versions)
+        # Each runner has at most 2 fragments that were sampled before the weights of now were there.
+        assert max(group.version - each for each in versions[-4:]) <= 5
+        assert group.local_env_runner.connectors.shared_state()[0]["count"] > 0
+        stats = group.take_stats()
+        assert stats.env_steps == rows
+        assert len(stats) <= rows / 5
+        assert set(stats.returns) == {15.0}
+        sampler.drop()
+        group.local_env_runner.policy.set_weights(
+            {name: value * 0 for name, value in group.local_env_runner.policy.get_weights().items()}
+        )
+        group.sync_weights()
+        after = sampler.take(80)
+        count(after.joined())
+        assert after.versions == [group.version] * 4
+        assert np.ptp(after.joined()["action_dist_inputs"]) == 0  # they are sampled with these weights
+        sampler.stop()
+
+
+def test_training_goes_on_while_runners_die(tmp_path: Path) -> None:
+    with small(runners=2).build() as algorithm:
+        assert isinstance(algorithm, IMPALA)
+        for i in range(8):
+            if i in (2, 5):
+                os.kill(pids_of(algorithm.env_runner_group)[i // 3], signal.SIGKILL)
+            result = algorithm.train()
+            assert result["env_runners"]["num_env_steps_sampled"] == 40
+            assert result["env_runners"]["episode_return_mean"] == 15.0
+            # whole fragments are two episodes of each environment: none is counted twice, or in part
+            assert result["env_runners"]["num_episodes_lifetime"] == (i + 1) * 8
+            assert result["info"]["num_env_steps_trained"] == result["num_env_steps_sampled_lifetime"]
+            stats = result["learners"]["default_policy"]["learner_stats"]
+            assert 0 <= stats["staleness_mean"] <= stats["staleness_max"] <= 2 * 2
+        algorithm.save(tmp_path / "checkpoint")
+        algorithm.train()
+        weights, trained = weights_of(algorithm), algorithm.iteration
+        algorithm.restore(tmp_path / "checkpoint")
+        assert algorithm.iteration == trained - 1
+        assert not np.array_equal(weights_of(algorithm), weights)
+        stats = algorithm.train()["learners"]["default_policy"]["learner_stats"]
+        assert stats["staleness_max"] <= 1  # no fragment from before is trained on
+
+
+class Odd(Count):
+    """One reward is NaN."""
+
+    def step(self, action: Any) -> tuple[np.ndarray, float, bool, bool, dict[str, Any]]:
+        observation, reward, *rest = super().step(action)
+        return observation, float("nan") if (self.episode, self.at) == (9, 2) else reward, *rest
+
+
+def test_a_reward_that_is_no_number_is_an_error_and_the_other_fragments_are_kept() -> None:
+    config = small(runners=2).environment(lambda c: (Odd if c.worker_index == 2 and c.vector_index else Count)((5,)))
+    errors = 0
+    with config.build() as algorithm:
+        while algorithm.iteration < 12:
+            try:
+                result = algorithm.train()
+            except FloatingPointError as error:
+                errors += 1
+                assert "environment 1 of runner 2 returned a reward that is NaN" in str(error)
+        assert result["info"]["num_env_steps_trained"] == result["num_env_steps_sampled_lifetime"] == 12 * 40
+        assert set(algorithm.window.returns) == {15.0}
+    assert errors == 1
+
+
+@pytest.mark.slow
+def test_appo_with_remote_learners_and_runners(tmp_path: Path) -> None:
+    config = small(APPOConfig(), runners=2).learners(num_learners=2).training(use_kl_loss=True)
+    with config.build() as algorithm:
+        assert isinstance(algorithm, APPO)
+        result = [algorithm.train() for _ in range(5)][-1]
+        assert result["env_runners"]["episode_return_mean"] == 15.0
+        assert result["learners"]["default_policy"]["learner_stats"]["kl"] >= 0
+        assert result["info"]["num_env_steps_trained"] == 5 * 2 * 40
+        algorithm.save(tmp_path / "checkpoint")
+        expected = weights_of(algorithm)
+        algorithm.train()
+        algorithm.restore(tmp_path / "checkpoint")
+        assert np.array_equal(weights_of(algorithm), expected)
+        algorithm.train()
+
+
+LEARNS: dict[str, Any] = {
+    "IMPALA": IMPALAConfig().training(lr=2e-3),
+    "APPO": APPOConfig().training(lr=2e-3, circular_buffer_num_batches=2, target_network_update_freq=1),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", LEARNS)
+@pytest.mark.parametrize("runners", [0, 2])
+def test_cartpole_is_learnt(name: str, runners: int) -> None:
+    config = LEARNS[name].copy().environment("CartPole-v1").debugging(seed=0).env_runners(num_env_runners=runners)
+    with config.build() as algorithm:
+        best = 0.0
+        while best < 400:
+            result = algorithm.train()
+            best = max(best, result["env_runners"]["episode_return_mean"])
+            assert result["timesteps_total"] < 350_000, f"the best mean return was {best:.0f}"
