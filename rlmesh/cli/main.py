@@ -43,11 +43,11 @@ def split_at_script(words: Sequence[str], parser: argparse.ArgumentParser) -> tu
 
 COMMANDS = (
     "launch", "ps", "status", "logs", "stacks", "stop", "doctor", "plan", "timeline", "chaos", "prepare", "train",
-    "evaluate", "samples", "env", "keygen", "version",
+    "evaluate", "samples", "replay", "export", "env", "keygen", "version",
 )  # fmt: skip
 """Subcommands; each has a module. Only the module of the given command is loaded, so that a job starts sooner."""
 
-FOLDERS = {"evaluate": "trained", "samples": "trained"}
+FOLDERS = dict.fromkeys(("evaluate", "samples", "replay", "export"), "trained")
 """Folders of the modules that are not in ``commands``."""
 
 RUN_SCRIPTS = ("launch", "plan")

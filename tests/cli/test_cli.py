@@ -30,14 +30,16 @@ commands:
     logs      print the output of members
     stacks    print what each thread of each member is doing
     stop      end a job and prove that nothing is left
-    doctor    check whether this machine is fit for jobs
+    doctor    check this machine, or name the bottleneck of a run
     plan      print where a job's members would run
     timeline  write a job as a trace for Perfetto
     chaos     rehearse the failure of a running job
     prepare   create the parquet files of a well-known data set
     train     train a language model, or an agent in an environment
-    evaluate  evaluate a model or a checkpoint
+    evaluate  evaluate a model, a checkpoint or an agent
     samples   show prompts, responses and rewards
+    replay    compute a recorded step again
+    export    write a policy as a folder of transformers
     env       check an environment, record and replay its episodes
     keygen    create a job's key
     version   print the versions of rlmesh and Python

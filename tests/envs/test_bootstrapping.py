@@ -28,7 +28,7 @@ MODES = [None, AutoresetMode.NEXT_STEP, AutoresetMode.SAME_STEP, AutoresetMode.D
 class Valued(ModulePolicy):
     """Acts by a module; the value of an observation is ``10 · episode + step + 1``."""
 
-    def values_of(self, observations: np.ndarray) -> np.ndarray:
+    def values_of(self, observations: np.ndarray, states: Any = None) -> np.ndarray:
         values: np.ndarray = 10 * observations[:, 0] + observations[:, 1] + 1
         return values.astype(np.float32)
 
@@ -78,7 +78,7 @@ def test_golden_numbers_at_the_end_of_an_episode(
     lambda_: float, advantages: tuple[float, ...],
 ) -> None:  # fmt: skip
     class Table(ModulePolicy):
-        def values_of(self, observations: np.ndarray) -> np.ndarray:
+        def values_of(self, observations: np.ndarray, states: Any = None) -> np.ndarray:
             return np.take(np.array(values, np.float32), observations[:, 1].astype(int))
 
     envs: list[Golden] = []

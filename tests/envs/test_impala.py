@@ -31,6 +31,7 @@ from rlmesh.envs.runners.async_sampler import AsyncSampler
 from rlmesh.errors import UsageError
 
 from .environments import Count
+from .multi_agent.test_learning import convoy, trained
 
 
 def small(config: AlgorithmConfig | None = None, runners: int = 0) -> Any:
@@ -245,13 +246,15 @@ class Odd(Count):
     """One reward is NaN."""
 
     def step(self, action: Any) -> tuple[np.ndarray, float, bool, bool, dict[str, Any]]:
-        observation, reward, *rest = super().step(action)
-        return observation, float("nan") if (self.episode, self.at) == (9, 2) else reward, *rest
+        observation, reward, terminated, truncated, info = super().step(action)
+        reward = float("nan") if (self.episode, self.at) == (9, 2) else reward
+        return observation, reward, terminated, truncated, info
 
 
+@pytest.mark.slow
 def test_a_reward_that_is_no_number_is_an_error_and_the_other_fragments_are_kept() -> None:
     config = small(runners=2).environment(lambda c: (Odd if c.worker_index == 2 and c.vector_index else Count)((5,)))
-    errors = 0
+    errors, result = 0, {}
     with config.build() as algorithm:
         while algorithm.iteration < 12:
             try:
@@ -262,6 +265,34 @@ def test_a_reward_that_is_no_number_is_an_error_and_the_other_fragments_are_kept
         assert result["info"]["num_env_steps_trained"] == result["num_env_steps_sampled_lifetime"] == 12 * 40
         assert set(algorithm.window.returns) == {15.0}
     assert errors == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [IMPALAConfig, APPOConfig])
+def test_agents_with_policies_of_their_own_learn(kind: Any, tmp_path: Path) -> None:
+    config = convoy(kind().training(lr=1e-2, gamma=0.5, train_batch_size=80))
+    config.env_runners(num_env_runners=0, num_envs_per_env_runner=4, rollout_fragment_length=20)
+    assert trained(config.copy().training(entropy_coeff=0.0), 8.5, 20) >= 9.0
+    with config.reporting(min_env_steps_per_iteration=400).build() as first:
+        first.train()
+        first.save(tmp_path / "checkpoint")
+        expected = first.train()["learners"]
+    with Algorithm.from_checkpoint(tmp_path / "checkpoint") as second:
+        assert second.train()["learners"] == expected
+
+
+@pytest.mark.slow
+def test_remote_learners_have_all_policies() -> None:
+    config = convoy(IMPALAConfig().training(lr=1e-2, gamma=0.5, train_batch_size=80)).learners(num_learners=2)
+    config.env_runners(num_env_runners=1, num_envs_per_env_runner=4, rollout_fragment_length=20)
+    config.multi_agent(policies_to_train=["second"]).reporting(min_env_steps_per_iteration=0)
+    with config.build() as algorithm:
+        before = algorithm.get_weights()
+        results = [algorithm.train() for _ in range(3)]
+        assert set(results[-1]["learners"]) == {"second"}
+        for name, changes in (("first", False), ("second", True)):
+            now = algorithm.get_weights()[name]
+            assert any(not np.array_equal(now[key], before[name][key]) for key in now) == changes
 
 
 @pytest.mark.slow
@@ -288,8 +319,7 @@ LEARNS: dict[str, Any] = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", LEARNS)
-@pytest.mark.parametrize("runners", [0, 2])
+@pytest.mark.parametrize(("name", "runners"), [("IMPALA", 0), ("IMPALA", 2), ("APPO", 0)])
 def test_cartpole_is_learnt(name: str, runners: int) -> None:
     config = LEARNS[name].copy().environment("CartPole-v1").debugging(seed=0).env_runners(num_env_runners=runners)
     with config.build() as algorithm:

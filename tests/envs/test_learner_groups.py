@@ -175,7 +175,7 @@ def compared(group: LearnerGroup, config: AlgorithmConfig, one: ModulePolicy, ac
         )
 
 
-@pytest.mark.parametrize("kind", ["PPO", "IMPALA"])
+@pytest.mark.parametrize("kind", ["PPO", pytest.param("IMPALA", marks=pytest.mark.slow)])
 def test_remote_learners_update_as_one_and_come_back_with_the_last_weights(kind: str, tmp_path: Path) -> None:
     config = settings_of(kind)
     policy, one = policy_of(config), policy_of(config)
@@ -225,6 +225,7 @@ def test_a_learner_that_dies_within_an_update_repeats_it(tmp_path: Path) -> None
         np.testing.assert_allclose(parameters(policy), parameters(one), rtol=1e-6, atol=1e-9)
 
 
+@pytest.mark.slow
 def test_learners_that_die_too_often_end_with_an_error_and_the_last_weights(tmp_path: Path) -> None:
     config = settings_of("IMPALA")
     policy = policy_of(config)

@@ -64,7 +64,7 @@ def test_a_model_that_begins_anew_leaves_the_old_one(tiny: Path, tmp_path: Path)
     run = Run(model=str(tiny), data=ROWS, rewards=[is_a], algorithm=GRPO(samples=2))
     link: Any = None
     job = JobInfo("job", "id", run)
-    with here._one_rank():
+    with here.one_rank():
         actor = here.RoleHere(WorkerContext(job, "ACTOR", 0, 1, link, run_dir=tmp_path), TrainedActor)
         try:
             actor.invoke("setup")

@@ -32,13 +32,18 @@ def add_to(commands: Any) -> None:
     parser = commands.add_parser(
         "train", help="train a language model, or an agent in an environment", description=DESCRIPTION,
         allow_abbrev=False,
-        usage="rlmesh train CONFIG [--set KEY=VALUE ...] [--check | --fit] [options]\n"
+        usage="rlmesh train CONFIG [--from LIBRARY] [--set KEY=VALUE ...] [--check | --fit] [options]\n"
         "       rlmesh train --run NAME --env ID [options]",
     )  # fmt: skip
     parser.add_argument("settings", metavar="CONFIG", nargs="?", type=Path, help="a YAML, JSON or Python file")
     parser.add_argument(
         "--set", dest="changes", metavar="KEY=VALUE", action="append", default=[],
         help="change a setting: --set actor.lr=2e-6",
+    )  # fmt: skip
+    parser.add_argument(
+        "--from", dest="source", metavar="LIBRARY",
+        help="CONFIG is one of verl, trl-grpo, trl-ppo, trl-sft, trl-dpo or trl-reward; with --check, print what "
+        "became of each of its keys",
     )  # fmt: skip
     parser.add_argument("--name", help="name of the job (default: that of the file)")
     parser.add_argument("--run-dir", metavar="DIR", type=Path, help="folder of logs and checkpoints")
@@ -101,7 +106,13 @@ def _run(options: argparse.Namespace) -> int:
     try:
         from rlmesh.rl.trainers.config_files import load_run
 
-        job = load_run(options.settings, options.changes, look=True)
+        if options.source is None:
+            job = load_run(options.settings, options.changes, look=True)
+        else:
+            from rlmesh.rl.migration.reading import load_converted
+
+            job, conversion = load_converted(options.settings, options.source, options.changes, look=True)
+            _say(conversion.report(whole=options.check or options.fit))
         if options.fit:
             from rlmesh.rl.trainers.fit import fit
 
@@ -132,6 +143,7 @@ def _run(options: argparse.Namespace) -> int:
 def _train_agent(options: argparse.Namespace) -> int:
     """Train an agent in an environment, until a criterion or Ctrl-C ends it."""
     language = {"CONFIG": options.settings, "--set": options.changes, "--name": options.name, "--check": options.check,
+                "--from": options.source,
                 "--fit": options.fit, "--memory": options.memory}  # fmt: skip
     if given := [flag for flag, value in language.items() if value]:
         raise UsageError(f"{', '.join(given)}: for language models; not together with --run")

@@ -93,4 +93,4 @@ def _of_folder(options: argparse.Namespace, changes: list[str]) -> tuple[Any, di
     settings = apply_overrides(load_saved_run(options.what), changes)
     if options.model is not None:
         return settings, {"model": options.model}
-    return settings, of_run_directory(options.what, settings, options.step)
+    return settings, of_run_directory(options.what, options.step)

@@ -42,8 +42,6 @@ class ExternalEnvRunner(EnvRunner):
         self._pieces: list[Piece] = []
         self._sampling, self._stopped, self._weights_count = False, False, 0
         super().__init__(env_creator, policy_class, **arguments)
-        if self.policy.is_recurrent():
-            raise UsageError(f"{type(self.policy).__name__} has memory, and external environments keep no states yet")
 
     def _vector_of(self, given: Any, num_envs: int, mode: str, restart: bool) -> Any:
         return ExternalVector(self._spec)

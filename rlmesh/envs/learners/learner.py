@@ -134,6 +134,8 @@ class Learner:
             share: the place of these rows in the whole batch; None: it is the whole batch. The minibatches are those
                 that one learner would have made of the whole batch, whatever part of each of them is here.
         """
+        if share is not None and self.module.is_stateful():
+            raise UsageError("modules with memory learn in one process, from whole sequences: set num_learners=0")
         tensors, config = self.tensors_of(batch, may_be_empty=share is not None), self.config
         first, rows = share or LearnerShare(0, len(batch))
         units = rows if share is not None else len(next(iter(tensors.values()), batch))  # rows, or sequences

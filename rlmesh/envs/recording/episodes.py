@@ -99,6 +99,8 @@ def play_episode(algorithm: Algorithm, *, seed: int | None = 0, max_steps: int =
     Raises:
         UsageError: the environment renders no frames.
     """
+    if not isinstance(algorithm.env_runner, EnvRunner):
+        raise UsageError("a recording plays an environment of one agent; this algorithm has several")
     episode = RecordedEpisode()
     config = algorithm.config
     arguments = algorithm._runner_arguments(config)

@@ -38,7 +38,7 @@ ROUNDING = (
 """Settings of which the results depend by rounding, or by which engine draws which sample."""
 UNSEEN = (
     "examine", "save_every", "keep_last", "keep_best", "resume", "restore", "restore_parts", "reward_workers",
-    "validate_every", "validation",
+    "validate_every", "validation", "reward_alarm",
 )  # fmt: skip
 """Settings that change no step."""
 SAMPLING = ("rollout", "rewards", "environment", "tools", "agent", "episode", "template", "prompt_key")

@@ -45,7 +45,8 @@ class Stateful(Protocol):
 
     An object with a durable record of its own, such as a ledger, may also have ``go_back(step)``: go on after a step
     that has no checkpoint. Its state is then in checkpoints only, and is not noted after each step. If it has
-    ``make_durable()``, which returns a future, a checkpoint counts only after this future is done.
+    ``make_durable()``, which returns a future, a checkpoint counts only after this future is done. An object with
+    ``dispensable = True`` begins anew where a checkpoint of an earlier version has no state of it.
     """
 
     def state(self) -> Mapping[str, Any]:
@@ -189,13 +190,14 @@ def restore_states(parts: Mapping[str, Any], states: Mapping[str, Any], where: s
             f"{where} has a state of {lost[0]!r}, and this run's {lost[0]} has none: go on with the settings and the "
             "code that wrote it, or begin a new run with its weights (restore=…)"
         )
-    if lacking := sorted(set(takers) - set(states)):
+    if lacking := sorted(name for name in set(takers) - set(states) if not getattr(takers[name], "dispensable", False)):
         raise UsageError(
             f"{where} has no state of {lacking[0]!r}, which this run needs: go on with the settings and the code that "
             "wrote it, or begin a new run with its weights (restore=…)"
         )
     for name, part in takers.items():
-        part.restore(states[name])
+        if name in states:
+            part.restore(states[name])
 
 
 def seed_generators(seed: int, step: int, who: Sequence[Any]) -> None:

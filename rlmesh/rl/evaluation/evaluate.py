@@ -47,12 +47,11 @@ class EvaluationResult:
     metrics: Mapping[str, float]
 
 
-def of_run_directory(run_dir: Path, run: Run, step: int | None = None) -> dict[str, Any]:
+def of_run_directory(run_dir: Path, step: int | None = None) -> dict[str, Any]:
     """The weights of a run, as arguments of `evaluate`.
 
     Args:
         run_dir: of a training that runs or has ended.
-        run: its settings.
         step: of a checkpoint; ``None``: the trained model, or, if the training has not ended, the last checkpoint.
 
     Raises:

@@ -1,11 +1,11 @@
-"""Settings of validation, and of the samples that a run keeps."""
+"""Settings of validation, of the samples that a run keeps, and of the alarm about rewards that are exploited."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-__all__ = ["SampleSettings", "ValidationSettings"]
+__all__ = ["RewardAlarmSettings", "SampleSettings", "ValidationSettings"]
 
 
 @dataclass(frozen=True)
@@ -57,3 +57,48 @@ class SampleSettings:
             yield f"every={self.every} must be ≥ 0"
         if self.most_mib < 1:
             yield f"most_mib={self.most_mib} must be ≥ 1"
+
+
+@dataclass(frozen=True)
+class RewardAlarmSettings:
+    """When a run tells that the policy seems to exploit a reward (`rlmesh.rl.rewards.hacking.RewardAlarm`).
+
+    The last steps are compared with the first ones. A limit of 0 turns its check off.
+
+    Attributes:
+        baseline: the number of first steps; 0: no check at all.
+        window: the number of last steps.
+        length: the mean length of responses grows by this factor, or shrinks by it, …
+        correlation: … and within a group, reward and length (or brevity, or repetition) have at least this correlation,
+            in (0, 1].
+        repetition: this share of a response's sequences of four tokens repeats earlier ones, at least twice as much as
+            in the first steps, and reward and repetition are correlated.
+        components: one reward rises, and another falls, by this number of standard deviations of its scores.
+    """
+
+    baseline: int = 5
+    window: int = 5
+    length: float = 2.0
+    correlation: float = 0.5
+    repetition: float = 0.4
+    components: float = 0.5
+
+    @property
+    def on(self) -> bool:
+        """True if there is any check."""
+        return bool(self.baseline and (self.length or self.repetition or self.components))
+
+    def faults(self) -> Iterator[str]:
+        """One sentence per fault."""
+        if self.baseline < 0:
+            yield f"baseline={self.baseline} must be ≥ 0; 0: no check"
+        if self.window < 1:
+            yield f"window={self.window} must be ≥ 1"
+        if self.length != 0 and self.length <= 1:
+            yield f"length={self.length} must be > 1, a factor; 0: no check"
+        if not 0 < self.correlation <= 1:
+            yield f"correlation={self.correlation} must be in (0, 1]"
+        if not 0 <= self.repetition <= 1:
+            yield f"repetition={self.repetition} must be in [0, 1], a share; 0: no check"
+        if self.components < 0:
+            yield f"components={self.components} must be ≥ 0; 0: no check"

@@ -19,6 +19,7 @@ from rlmesh.rl.components import policy_share
 from rlmesh.rl.engines.training.packed import PackedPart
 from rlmesh.rl.engines.training.protocol import Lora
 from rlmesh.rl.packing import Pack
+from rlmesh.rl.reading.phases import memory_share
 from rlmesh.rl.roles.host_copy import HostCopy
 from rlmesh.rl.roles.trained import TRAINING, Share, TrainedRole, common_metrics, mean_of
 
@@ -77,7 +78,9 @@ class ActorRole(TrainedRole, SendsWeights):
             if self.host_copy is not None:
                 self.host_copy.take()
         metrics = dict(common_metrics(reports))
+        in_use = memory_share(self.device)
         return {
+            **({} if in_use is None else {"memory/actor": in_use}),
             **{label: mean_of(reports, name) for name, label in MEANS.items() if name in reports[-1].statistics},
             "policy_loss": metrics.pop("loss"),
             **metrics,

@@ -24,6 +24,7 @@ class _Load:
         alone: it samples one group, which is suspected of a crash, and gets no other one meanwhile.
         busy: the slots that it samples.
         idle_since: since when it waits, because the buffer is full.
+        busy_since: since when it samples.
         asked_at: when it was last asked.
         loss: number of its last loss, among those of all engines.
     """
@@ -32,6 +33,7 @@ class _Load:
     alone: bool = False
     busy: dict[int, GroupSlot] = field(default_factory=dict)
     idle_since: float | None = None
+    busy_since: float | None = None
     asked_at: float = 0.0
     loss: int = 0
 
@@ -66,6 +68,9 @@ class EngineLoads:
         self._numbers = itertools.count(1)
         self.waited_s = 0.0
         """Sum over the engines of the seconds for which they waited because the buffer was full."""
+        self.busy_s = 0.0
+        """Sum over the engines of the seconds for which they sampled."""
+        self._taken_at: float | None = None
 
     def serve(self, ranks: Sequence[int]) -> None:
         """All of these engines have the current weights."""
@@ -170,7 +175,7 @@ class EngineLoads:
         return RequestEnd(alone, load.loss if lost else 0)
 
     def measure(self, now: float, *, full: bool) -> None:
-        """Add up the time for which engines wait.
+        """Add up the times for which engines wait and sample.
 
         Args:
             now: in seconds, of any clock.
@@ -180,6 +185,21 @@ class EngineLoads:
             if load.idle_since is not None:
                 self.waited_s += now - load.idle_since
             load.idle_since = now if full and load.up and not load.busy else None
+            if load.busy_since is not None:
+                self.busy_s += now - load.busy_since
+            load.busy_since = now if load.busy else None
+
+    def take_times(self, now: float) -> tuple[float, float]:
+        """The mean seconds for which engines waited because the buffer was full, and the mean share of time in which
+        they sampled, since the last call; 0 at the first one.
+
+        Args:
+            now: in seconds, as of `measure`, which must come first.
+        """
+        engines, passed_s = max(len(self._loads), 1), 0.0 if self._taken_at is None else now - self._taken_at
+        found = self.waited_s / engines, min(self.busy_s / engines / passed_s, 1.0) if passed_s > 0 else 0.0
+        self.waited_s, self.busy_s, self._taken_at = 0.0, 0.0, now
+        return found
 
     def described(self, now: float) -> str:
         """The work of each engine, for people."""

@@ -250,7 +250,8 @@ class SampleBuffer:
             raise ValueError(f"step {step} cannot take its groups: it is the turn of step {self.step}")
         first = list(islice(self._live.values(), self.batch_size))
         for slot in first:
-            if slot.ready and self._is_too_old(slot, step):
+            # Also if it has no scores: it was being sampled at the last `advance`, and is not scored, as it is too old.
+            if slot.state == "sampled" and self._is_too_old(slot, step):
                 self.renewed += 1
                 self.ask_again(slot, f"too old for step {step}: version {slot.versions}")
         if len(first) < self.batch_size or not all(slot.ready for slot in first):
@@ -270,6 +271,13 @@ class SampleBuffer:
         return len(first) == self.batch_size and all(
             one.ready and not self._is_too_old(one, self.step) for one in first
         )
+
+    @property
+    def lacks_scores_only(self) -> bool:
+        """True if the groups of the next step are all sampled, and some wait for their rewards."""
+        first = list(islice(self._live.values(), self.batch_size))
+        sampled = len(first) == self.batch_size and all(slot.state == "sampled" for slot in first)
+        return sampled and not all(slot.scored for slot in first)
 
     def unscored(self) -> list[GroupSlot]:
         """The slots that are sampled and not scored, in drawing order, without those that would be too old for the step

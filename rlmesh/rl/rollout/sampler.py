@@ -66,6 +66,8 @@ class _Totals:
     """Sums since the last report."""
 
     trainer_wait_s: float = 0.0
+    scoring_wait_s: float = 0.0
+    scored_here_s: float = 0.0
     asked_again: int = 0
     dropped: int = 0
     failed: int = 0
@@ -133,7 +135,6 @@ class Sampler:
             TimeoutError: nothing has come for ``deadline_s``; the text says who is waited for.
             Exception: an engine or a reward raised an error.
         """
-        began = self._clock()
         found: list[GroupSlot] = []
 
         def there() -> bool:
@@ -143,9 +144,8 @@ class Sampler:
                 self._post()
             return bool(found)
 
-        self._wait(there, f"the groups of step {step}")
+        self._wait_for_samples(there, f"the groups of step {step}")
         with self._changed:
-            self._totals.trainer_wait_s += self._clock() - began
             self._totals.versions += [slot.versions for slot in found if slot.versions is not None]
         self._post()
         return [slot.group for slot in found if slot.group is not None]
@@ -159,7 +159,7 @@ class Sampler:
             Exception: an engine or a reward raised an error.
         """
         if self.pipeline.drains and self._background:
-            self._wait(self._is_drained, "the end of sampling", revives=False)
+            self._wait_for_samples(self._is_drained, "the end of sampling", revives=False)
 
     def await_idle(self) -> None:
         """In a pipeline that drains, wait until the engines have nothing to do before the next push, or until an error
@@ -225,7 +225,7 @@ class Sampler:
         with self._changed:
             self._measure()
             totals, self._totals = self._totals, _Totals()
-            waited_s, self._loads.waited_s = self._loads.waited_s / max(len(self._loads), 1), 0.0
+            waited_s, busy = self._loads.take_times(self._clock())
             counts, step = self.buffer.counts(), self.buffer.step - 1
         stale = [step - 1 - oldest for oldest, _ in totals.versions]
         mixed = sum(oldest != newest for oldest, newest in totals.versions)
@@ -233,7 +233,10 @@ class Sampler:
             "buffer/ready": float(counts["ready"]),
             "buffer/sampling": float(counts["sampling"]),
             "buffer/engines_wait_s": waited_s,
+            "buffer/engines_busy": busy,
+            "buffer/engines": float(max(len(self._loads), 1)),
             "buffer/trainer_wait_s": totals.trainer_wait_s,
+            "buffer/scoring_wait_s": totals.scoring_wait_s,
             "buffer/asked_again": float(totals.asked_again),
             "buffer/dropped": float(totals.dropped),
             "buffer/failed": float(totals.failed),
@@ -258,6 +261,23 @@ class Sampler:
         asked, self._asked = self._asked, set()
         for future in asked:
             future.cancel()
+
+    def _wait_for_samples(self, ready: Callable[[], bool], what: str, *, revives: bool = True) -> None:
+        """Wait as `_wait` does, and measure the time; and the part of it in which nothing but rewards was missing."""
+        began = looked = self._clock()
+        scoring, scored_s = False, self._totals.scored_here_s
+
+        def measured() -> bool:
+            nonlocal looked, scoring
+            before, looked = looked, self._clock()
+            self._totals.scoring_wait_s += looked - before if scoring else 0.0
+            scoring = bool(self._scoring) and (self.buffer.lacks_scores_only or not self._loads.busy)
+            return ready()
+
+        self._wait(measured, what, revives=revives)
+        with self._changed:
+            self._totals.trainer_wait_s += self._clock() - began
+            self._totals.scoring_wait_s += self._totals.scored_here_s - scored_s
 
     def _wait(self, ready: Callable[[], bool], what: str, *, revives: bool = True) -> None:
         began, told = self._clock(), False
@@ -357,6 +377,7 @@ class Sampler:
             seeds = tuple(sample_seed(self._seed, slot.position, number) for number in range(self._samples))
             prompt = self._prompt(slot.position).prompt
             requests.append(GroupRequest(slot.position, prompt.ids.tolist(), seeds, prompt.row))
+        self._measure()  # an engine in this process samples within the call
         try:
             future = self._engines.ask(rank, requests)
         except Exception as error:
@@ -430,7 +451,9 @@ class Sampler:
         for part in [slots] if self.pipeline.drains and slots else [[slot] for slot in slots]:
             groups = [slot.group for slot in part if slot.group is not None]
             if self._pool is None:
+                began = self._clock()
                 self._scored(part, self._score(groups))
+                self._totals.scored_here_s += self._clock() - began
                 continue
             future = self._pool.submit(copy_context().run, self._score, groups)
             self._scoring[future] = part

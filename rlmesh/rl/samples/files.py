@@ -14,7 +14,10 @@ from rlmesh import private_files
 from rlmesh.errors import UsageError
 from rlmesh.rl.samples.columns import TOKENS
 
-__all__ = ["FOLDER", "SampleFile", "Sampled", "columns_in", "file_name", "read_file", "sample_files"]
+__all__ = [
+    "FOLDER", "SampleFile", "Sampled", "columns_in", "file_name", "read_file", "read_rows_with_tokens",
+    "sample_files",
+]  # fmt: skip
 
 FOLDER = "samples"
 SPLITS = ("train", "validation")
@@ -63,6 +66,17 @@ def read_file(file: SampleFile) -> list[Sampled]:
     """
     with _opened(file) as content:
         rows: list[Sampled] = content.read(columns=_named(content)).to_pylist()
+        return rows
+
+
+def read_rows_with_tokens(file: SampleFile) -> list[dict[str, Any]]:
+    """The samples of a step, with the columns of tokens.
+
+    Raises:
+        UsageError: see `read_file`.
+    """
+    with _opened(file) as content:
+        rows: list[dict[str, Any]] = content.read().to_pylist()
         return rows
 
 

@@ -23,6 +23,7 @@ __all__ = [
     "joined",
     "lengths_of",
     "matrix_of",
+    "pack_metrics",
     "packs_of",
     "parts_of",
     "shares_of",
@@ -66,6 +67,27 @@ def joined(parts: Sequence[Packs]) -> Packs:
     """The packs of several optimizer steps as one."""
     by_rank = tuple(tuple(one for own in each for one in own) for each in zip(*(p.by_rank for p in parts), strict=True))
     return Packs(by_rank, sum(part.episode_tokens for part in parts))
+
+
+def pack_metrics(parts: Sequence[Packs], token_budget: int) -> dict[str, float]:
+    """Numbers about the passes over a batch.
+
+    ``packs/passes``: forward and backward passes of a rank over the batch; ``packs/tokens``: mean tokens of a pass;
+    ``packs/fill``: their share of the budget; ``packs/ranks_wait``: the share of the ranks' time in which they wait for
+    the rank with the most tokens, if time grows with tokens; ``prompt_tokens_saved``: see `Packs.saved_share`.
+    """
+    sizes = [[[len(one) for one in own] for own in part.by_rank] for part in parts]
+    full = [size for part in sizes for own in part for size in own if size]
+    largest = [max(map(sum, part)) for part in sizes]
+    ranks = len(parts[0].by_rank)
+    mean = float(np.mean(full)) if full else 0.0
+    return {
+        "packs/passes": float(sum(max(map(len, part)) for part in sizes)),
+        "packs/tokens": mean,
+        "packs/fill": mean / token_budget,
+        "packs/ranks_wait": 1 - sum(part.tokens for part in parts) / (ranks * sum(largest)) if sum(largest) else 0.0,
+        "prompt_tokens_saved": joined(parts).saved_share,
+    }
 
 
 def matrix_of(mask: torch.Tensor, packs: Packs, rows: Sequence[np.ndarray[Any, Any]]) -> torch.Tensor:

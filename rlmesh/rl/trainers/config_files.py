@@ -20,7 +20,7 @@ from rlmesh.rl.trainers.config_reader import read_run
 from rlmesh.rl.trainers.run import Run
 from rlmesh.rl.trainers.settings import apply_overrides
 
-__all__ = ["load_run"]
+__all__ = ["load_run", "read_values", "settings_fault"]
 
 SUFFIXES = (".yaml", ".yml", ".json", ".py")
 
@@ -38,17 +38,37 @@ def load_run(config: Any, overrides: Sequence[str] = (), *, look: bool = False) 
     """
     if isinstance(config, (str, Path)):
         path = _existing(Path(config))
-        folder = str(path.resolve().parent)
-        if folder not in sys.path:
-            sys.path.insert(0, folder)
         if path.suffix == ".py":
+            _find_modules_beside(path)
             return apply_overrides(_of_python(path), overrides)
-        config = _yaml(path) if path.suffix in (".yaml", ".yml") else _json(path)
+        config = read_values(path)
     run, faults = read_run(config, overrides, look=look)
     if run is None:
-        count = "one setting is wrong" if len(faults) == 1 else f"{len(faults)} settings are wrong"
-        raise UsageError("\n  ".join([f"{count}, and nothing was started:", *faults]))
+        raise settings_fault(faults)
     return run
+
+
+def read_values(path: Path) -> Any:
+    """The keys and values of a YAML or JSON file; modules beside the file can be imported from now on.
+
+    Raises:
+        UsageError: the file cannot be read, or holds no keys.
+    """
+    path = _existing(path)
+    _find_modules_beside(path)
+    return _yaml(path) if path.suffix in (".yaml", ".yml") else _json(path)
+
+
+def settings_fault(faults: Sequence[str]) -> UsageError:
+    """The error that lists all faults of settings."""
+    count = "one setting is wrong" if len(faults) == 1 else f"{len(faults)} settings are wrong"
+    return UsageError("\n  ".join([f"{count}, and nothing was started:", *faults]))
+
+
+def _find_modules_beside(path: Path) -> None:
+    folder = str(path.resolve().parent)
+    if folder not in sys.path:
+        sys.path.insert(0, folder)
 
 
 def _existing(path: Path) -> Path:

@@ -53,8 +53,12 @@ def read_run(config: Any, overrides: Sequence[str] = (), *, look: bool = False) 
     return (None if reader.faults else run), reader.faults
 
 
-def as_mapping(config: Any) -> dict[str, Any]:
+def as_mapping(config: Any, *, missing_ok: bool = False) -> dict[str, Any]:
     """Plain values of a mapping, of a dataclass (its sections may be dataclasses), or of OmegaConf.
+
+    Args:
+        config: the values.
+        missing_ok: leave values that OmegaConf lacks as the text ``???``.
 
     Raises:
         UsageError: it is none of them, or OmegaConf lacks a value.
@@ -65,7 +69,7 @@ def as_mapping(config: Any) -> dict[str, Any]:
 
         if isinstance(config, DictConfig):
             try:
-                config = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
+                config = OmegaConf.to_container(config, resolve=True, throw_on_missing=not missing_ok)
             except OmegaConfBaseException as error:
                 raise UsageError(f"the configuration has a value that OmegaConf cannot give: {error}") from error
     if dataclasses.is_dataclass(config) and not isinstance(config, type):

@@ -45,7 +45,7 @@ from rlmesh.rl.trainers.trainer import Trainer
 if TYPE_CHECKING:
     from rlmesh.rl.trainers.run import Run, RunResult
 
-__all__ = ["run_here"]
+__all__ = ["NO_MEMBERS", "MetricsLink", "RoleHere", "one_rank", "run_here"]
 
 logger = logging.getLogger(__name__)
 
@@ -78,13 +78,13 @@ def _run_followed(run: Run, run_dir: Path) -> RunResult:
     if "critic" in needs and responses != "ranked":
         kinds["CRITIC"] = CriticRole
     kinds |= {one.role: RewardRole for one in run.scored if isinstance(one, RewardModel)}
-    link = _MetricsLink(run_dir)
+    link = MetricsLink(run_dir)
     job = JobInfo("here", "here", alone, "GPU" if torch.cuda.is_available() else "CPU")
 
     def context(role: str) -> WorkerContext:
         return WorkerContext(job, role, 0, 1, link, run_dir=run_dir.absolute())
 
-    with _one_rank():
+    with one_rank():
         groups: dict[str, RoleHere] = {}
         try:
             for role, kind in kinds.items():
@@ -139,6 +139,11 @@ class RoleHere:
 
     ranks = (0,)
 
+    @property
+    def object(self) -> Any:
+        """The member's object."""
+        return self._object
+
     def __getitem__(self, place: int) -> _MemberHere:
         return _MemberHere(self)
 
@@ -190,7 +195,7 @@ class _NoMembers:
 NO_MEMBERS = _NoMembers()
 
 
-class _MetricsLink:
+class MetricsLink:
     """Writes reports to ``metrics.jsonl``, as a job does."""
 
     def __init__(self, run_dir: Path) -> None:
@@ -229,7 +234,7 @@ class _MetricsLink:
 
 
 @contextmanager
-def _one_rank() -> Iterator[None]:
+def one_rank() -> Iterator[None]:
     """A process group of this process alone, unless there is one already."""
     if dist.is_initialized():
         yield

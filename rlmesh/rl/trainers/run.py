@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -24,7 +25,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from rlmesh.errors import UsageError
-from rlmesh.rl.evaluation.settings import SampleSettings, ValidationSettings
+from rlmesh.rl.evaluation.settings import RewardAlarmSettings, SampleSettings, ValidationSettings
 from rlmesh.rl.rewards.model import RewardModel
 from rlmesh.rl.rewards.reward import Reward
 from rlmesh.rl.rollout.episodes.plan import EpisodePlan
@@ -53,7 +54,9 @@ else:
 
 __all__ = ["Run", "RunResult"]
 
-SECTIONS = ("actor", "critic", "reference", "rollout", "episode", "evaluation", "sample_files")
+logger = logging.getLogger(__name__)
+
+SECTIONS = ("actor", "critic", "reference", "rollout", "episode", "evaluation", "sample_files", "reward_alarm")
 NEEDS = ("critic", "greedy", "reference")
 
 
@@ -87,6 +90,7 @@ class Run:
         validate_every: steps between validations; 0: before the first and after the last step only.
         evaluation: how validation prompts are answered and counted.
         sample_files: which samples are kept in the run directory.
+        reward_alarm: when the run tells that the policy seems to exploit a reward.
         trackers: names of trackers that show the metrics: ``wandb``, ``mlflow``, ``trackio``, each also with a project
             (``wandb:PROJECT``), or ``module:Class``; see `rlmesh.Trackers`. TensorBoard files are always written.
         batch_size: prompts per step.
@@ -137,6 +141,7 @@ class Run:
     validate_every: int = 0
     evaluation: ValidationSettings = field(default_factory=ValidationSettings)
     sample_files: SampleSettings = field(default_factory=SampleSettings)
+    reward_alarm: RewardAlarmSettings = field(default_factory=RewardAlarmSettings)
     trackers: Sequence[str] = ()
     batch_size: int = 16
     max_prompt_tokens: int = 1024
@@ -199,17 +204,27 @@ class Run:
         return apply_overrides(cls(**settings), options.set)
 
     @classmethod
-    def from_config(cls, config: Any, overrides: Sequence[str] = ()) -> Run:
-        """A run from a file, or from values with the keys of this class.
+    def from_config(cls, config: Any, overrides: Sequence[str] = (), *, source: str | None = None) -> Run:
+        """A run from a file, or from values with the keys of this class or of another library.
 
         Args:
             config: a YAML, JSON or Python file, a mapping, a dataclass, or a configuration of OmegaConf or Hydra.
                 Algorithm and rewards go by name: ``{"algorithm": {"name": "grpo"}, "rewards": ["gsm8k"], …}``.
-            overrides: ``section.key=value`` texts, which replace values of ``config``.
+            overrides: ``section.key=value`` texts with the keys of this class, which replace values of ``config``.
+            source: the library whose keys ``config`` has: ``"verl"``, ``"trl-grpo"``, ``"trl-ppo"``, ``"trl-sft"``,
+                ``"trl-dpo"`` or ``"trl-reward"``. Keys without a counterpart are named in the log. None: it has the
+                keys of this class.
 
         Raises:
             UsageError: lists all faults.
         """
+        if source is not None:
+            from rlmesh.rl.migration.reading import load_converted
+
+            run: Run
+            run, conversion = load_converted(config, source, overrides)
+            logger.warning("%s", conversion.report())
+            return run
         from rlmesh.rl.trainers.config_files import load_run
 
         return load_run(config, overrides)

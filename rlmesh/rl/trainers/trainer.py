@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -25,6 +24,8 @@ from rlmesh.rl.engines.rollout import SamplingParams
 from rlmesh.rl.evaluation.saved_run import remember
 from rlmesh.rl.evaluation.validation import Validation
 from rlmesh.rl.packing import Packs, Tokens
+from rlmesh.rl.reading.phases import StepPhases
+from rlmesh.rl.rewards.hacking import RewardAlarm
 from rlmesh.rl.rewards.reward import Reward
 from rlmesh.rl.rewards.scoring import Rewards
 from rlmesh.rl.roles.defaults import keep_objects, run_settings
@@ -40,6 +41,7 @@ from rlmesh.rl.trainers.batches import (
     joined,
     lengths_of,
     matrix_of,
+    pack_metrics,
     packs_of,
     parts_of,
     shares_of,
@@ -81,7 +83,8 @@ class Trainer:
         self.buffer = self.make_buffer(loader)
         self.samples = SampleWriter(self.run_dir, self.settings.sample_files, self.text_of)
         self.validation = Validation(self)
-        self.alarm = DriftAlarm(self.settings.actor.precision)
+        self.alarm, self.phases = DriftAlarm(self.settings.actor.precision), StepPhases()
+        self.reward_alarm = RewardAlarm(self.settings.reward_alarm, self.rewards, self.run_dir, self.tell)
         self.version, self.last, self.stopped = 0, dict[str, float](), False
         self.checkpoints = TrainerCheckpoints(
             self.settings, self.run_dir, roles=lambda: [(name, role) for name, role, _ in self.trained()],
@@ -138,24 +141,33 @@ class Trainer:
     def step(self, step: int) -> None:
         """One step: take scored samples, evaluate, train, save, publish, report. Engines sample for later steps
         meanwhile, as far as the pipeline allows."""
-        began = time.perf_counter()
+        self.phases.begin()
         seed_generators(self.settings.seed, step, ("TRAINER",))
         groups = self.buffer.take(step)
+        self.phases.end("wait")
         if not self.settings.schedule.drains:  # groups are scored one by one
             self.rewards.show(groups, self.settings.examine)
         self.validation.begin()
         packs, batch = self.evaluate(groups)
+        self.phases.end("evaluate")
         metrics = self.rewards.metrics(groups) | lengths_of(groups)
         metrics |= episode_report(groups) if self.episodes is not None else {}
         weights = self.algorithm.weigh(batch)
         metrics |= self.train(packs, batch, weights)
+        self.phases.end("train")
         self.samples.add(step, groups, self.rewards.total, advantages=advantages_of(groups, batch, weights))
+        metrics |= self.reward_alarm.check(step, groups)
+        self.phases.end("record")
         self.version = step
         self.buffer.trained(step)
+        self.phases.end("drain")
         metrics |= self.save()
+        self.phases.end("save")
         self.validation.end()
+        self.phases.end("validation")
         self.publish()
-        self.finish(step, metrics | self.buffer.report() | {"step_time_s": time.perf_counter() - began})
+        self.phases.end("push")
+        self.finish(step, metrics | self.buffer.report() | self.phases.report())
         self.buffer.advance(step)
         self.validation.begin(ahead=True)
 
@@ -288,7 +300,7 @@ class Trainer:
             **value_metrics(batch, weights),
             **weights.metrics,
             **self.gap(log_probs, batch),
-            "prompt_tokens_saved": joined(packs["actor"]).saved_share,
+            **pack_metrics(packs["actor"], self.settings.actor.token_budget),
         }
 
     def gap(self, log_probs: torch.Tensor, batch: Evaluated) -> dict[str, float]:
@@ -367,7 +379,7 @@ class Trainer:
 
     def stateful(self) -> dict[str, Any]:
         """The objects whose states belong to checkpoints, if they are `Stateful`, by name. Override it to add more."""
-        own = {"buffer": self.buffer, "algorithm": self.algorithm, "alarm": self.alarm}
+        own = {"buffer": self.buffer, "algorithm": self.algorithm, "alarm": self.alarm, "hacking": self.reward_alarm}
         inline = [one for one in self.settings.scored if isinstance(one, Reward) and one.inline]
         return {**own, **{f"reward {one.name}": one.function for one in inline}}
 

@@ -16,7 +16,7 @@ from rlmesh.rl.roles.critic import CriticRole
 from rlmesh.rl.roles.trained import TRAINING
 from rlmesh.rl.roles.value_head import value_model
 
-__all__ = ["RewardModelRole"]
+__all__ = ["GivenActor", "RewardModelRole"]
 
 
 class GivenActor(ActorRole):

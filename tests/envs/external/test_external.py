@@ -45,13 +45,6 @@ class Alternating(Policy):
         return obs_batch[:, 1].astype(np.int64) % 2, None, {}
 
 
-class Remembering(Alternating):
-    """Has a state."""
-
-    def get_initial_state(self) -> Any:
-        return {"memory": np.zeros(1)}
-
-
 def runner_of(policy: Any = Alternating, **settings: Any) -> ExternalEnvRunner:
     """A runner in this process with one client, ``c``."""
     runner = ExternalEnvRunner(ExternalEnv(*SPACES), policy, infos=False, **settings)
@@ -222,8 +215,6 @@ def test_wrong_calls_are_refused() -> None:
     ):
         with pytest.raises(UsageError, match=says):
             config.build()
-    with pytest.raises(UsageError, match="Remembering has memory, and external environments keep no states yet"):
-        runner_of(Remembering)
     box = ExternalEnv(SPACES[0], gym.spaces.Box(-2, 2, (1,), np.float32))
     scaled = ExternalEnvRunner(
         box, SACConfig().environment(box).policy_class(), policy_config=SACConfig().environment(box).policy_config()

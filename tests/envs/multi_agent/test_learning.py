@@ -13,7 +13,9 @@ import pytest
 from rlmesh.envs import (
     Algorithm,
     AlgorithmConfig,
+    APPOConfig,
     DQNConfig,
+    IMPALAConfig,
     MultiAgentBatch,
     MultiAgentRLModule,
     PGConfig,
@@ -74,6 +76,13 @@ def test_dqn_learns_with_a_policy_for_each_agent() -> None:
         epsilon=[[0, 1.0], [2000, 0.02]], lr=2e-3, n_step=1, target_network_update_freq=50,
     )  # fmt: skip
     assert trained(convoy(config.env_runners(rollout_fragment_length=16)), 8.5, 12) >= 9.0
+
+
+@pytest.mark.parametrize("config", [IMPALAConfig(), APPOConfig()])
+def test_impala_and_appo_learn_with_a_policy_for_each_agent(config: AlgorithmConfig) -> None:
+    config = convoy(config.copy().training(train_batch_size=80, lr=5e-3, gamma=0.5))
+    config.env_runners(num_env_runners=0, rollout_fragment_length=10).reporting(min_env_steps_per_iteration=800)
+    assert trained(config, 9.5, 12) >= 9.5
 
 
 def test_one_policy_learns_for_agents_that_come_and_go() -> None:

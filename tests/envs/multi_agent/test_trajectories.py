@@ -20,7 +20,7 @@ GAMMA, LAMBDA = 0.9, 0.8
 class Valued(ModulePolicy):
     """Acts by a module; the value of an observation is ``10 · episode + event + 1``."""
 
-    def values_of(self, observations: np.ndarray) -> np.ndarray:
+    def values_of(self, observations: np.ndarray, states: Any = None) -> np.ndarray:
         values: np.ndarray = 10 * observations[:, 0] + observations[:, 1] + 1
         return values.astype(np.float32)
 

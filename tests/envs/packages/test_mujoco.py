@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,6 +10,12 @@ import pytest
 from rlmesh.envs import PPOConfig, SACConfig
 
 pytest.importorskip("mujoco", reason="MuJoCo is not installed: rlmesh[mujoco]")
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A working directory of its own, since MuJoCo writes its warnings there, into ``MUJOCO_LOG.TXT``."""
+    monkeypatch.chdir(tmp_path)
 
 
 def test_ppo_steps_in_mujoco() -> None:

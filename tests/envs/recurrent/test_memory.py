@@ -17,7 +17,9 @@ from rlmesh.envs import (
     A2CConfig,
     ActorCriticModule,
     Algorithm,
+    APPOConfig,
     EnvRunner,
+    IMPALAConfig,
     ModulePolicy,
     PGConfig,
     Policy,
@@ -304,6 +306,11 @@ def test_wrong_settings_are_refused(model: dict[str, Any], text: str) -> None:
 
 
 def test_algorithms_and_learners_without_sequences_refuse_memory() -> None:
+    with pytest.raises(UsageError, match="modules with memory learn in this process; set 0"):
+        small(PPOConfig(), LSTM).learners(num_learners=2).build()
+    for config in (IMPALAConfig(), APPOConfig()):
+        with pytest.raises(UsageError, match=r"cannot train a module with memory"):
+            small(config, LSTM).build()
     with pytest.raises(UsageError, match="no key 'use_lstm'"):
         SACConfig().environment("Pendulum-v1").rl_module(model_config={"use_lstm": True}).build()
     space = gym.spaces.Box(-1, 1, (2,), np.float32)

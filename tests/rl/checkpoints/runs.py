@@ -80,14 +80,16 @@ def content(run_dir: Path) -> dict[str, str]:
 
 
 def metrics_of(run_dir: Path) -> dict[int, dict[str, float]]:
-    """The reported metrics by step, without times, numbers of steps and those of the buffer; of a step that was made
-    again, those of the last time."""
+    """The reported metrics by step, without times, numbers of steps, and those of buffer and memory; of a step that was
+    made again, those of the last time."""
     found = {}
     for line in (run_dir / "metrics.jsonl").read_text().splitlines():
         entry = json.loads(line)
         found[entry["step"]] = {
             name: value
             for name, value in entry["metrics"].items()
-            if name not in ("total_steps", "steps_lost") and not name.endswith("_s") and not name.startswith("buffer/")
+            if name not in ("total_steps", "steps_lost")
+            and not name.endswith("_s")
+            and not name.startswith(("buffer/", "memory/"))
         }
     return found

@@ -22,7 +22,7 @@ from rlmesh.rl.checkpoints.state import decoded, encoded, seed_generators
 from rlmesh.rl.checkpoints.store import CheckpointStore, checkpoint_folder, saved_step
 from rlmesh.rl.checkpoints.writer import CheckpointWriter
 from rlmesh.rl.engines.training.checkpoint.folders import CheckpointFolder
-from rlmesh.rl.trainers.here import _MetricsLink
+from rlmesh.rl.trainers.here import MetricsLink
 from rlmesh.rl.trainers.progress import Progress
 from tests.own_time import HANG_S
 from tests.rl.checkpoints.runs import make
@@ -118,7 +118,7 @@ class Plain(Recorded):
 def test_a_trainer_that_restarts_alone_goes_on_from_what_was_noted(tmp_path: Path) -> None:
     def trainer(*objects: Any) -> TrainerCheckpoints:
         named = dict(zip(("buffer", "controller"), objects, strict=True))
-        context = WorkerContext(JobInfo("j", "j"), "TRAINER", 0, 1, _MetricsLink(tmp_path), run_dir=tmp_path)
+        context = WorkerContext(JobInfo("j", "j"), "TRAINER", 0, 1, MetricsLink(tmp_path), run_dir=tmp_path)
         with acting_as(context):
             return TrainerCheckpoints(
                 make(tmp_path), tmp_path, roles=list, objects=lambda: named, position=lambda step: {},

@@ -60,7 +60,7 @@ def test_the_settings_of_a_run_are_read_back_only_if_they_are_safe(tiny: Path, t
 def test_weights_that_do_not_exist_are_named(tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "checkpoints" / "step-000004").mkdir(parents=True)
     with pytest.raises(UsageError, match="has no checkpoint of step 3; it has checkpoints of steps 4"):
-        of_run_directory(tmp_path, make(tiny), 3)
+        of_run_directory(tmp_path, 3)
     with pytest.raises(UsageError, match="there are no prompts: the run has no validation data"):
         evaluate(run_job.make(str(tiny), "grpo", "separate"))
     assert main(["evaluate", str(tmp_path / "nothing.yaml")]) == 2

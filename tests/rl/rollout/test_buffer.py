@@ -103,6 +103,20 @@ def test_the_bound_is_checked_when_a_step_takes_its_groups() -> None:
     assert [slot.position for slot in buffer.take(4) or ()] == [0, 1]
 
 
+def test_a_group_that_became_too_old_while_it_was_sampled_is_not_waited_for() -> None:
+    buffer = SampleBuffer(2, 1, steps=9)
+    buffer.advance(3)
+    buffer.step = 4
+    first, second, *_ = buffer.draw(key_of)
+    sample(buffer, first)
+    buffer.ask(second)
+    buffer.sampled(second, group_of(second.position, 1))
+    assert buffer.unscored() == [], "its rewards must not decide"
+    assert buffer.take(4) is None and buffer.askable()[0] is second
+    sample(buffer, second)
+    assert buffer.take(4) == [first, second]
+
+
 def test_dropped_and_failed_groups_are_replaced_and_the_batch_stays_constant() -> None:
     buffer = SampleBuffer(3, 0, steps=4, refill=1.0)
     buffer.advance(0)

@@ -1,0 +1,173 @@
+"""`Conversion`: the settings that a configuration of another library became, and what became of each of its keys."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+__all__ = ["ABSENT", "Conversion", "flattened", "rows_in"]
+
+ABSENT: Any = type("Absent", (), {"__repr__": lambda self: "absent", "__bool__": lambda self: False})()
+"""Stands for a key that a configuration does not have."""
+
+
+def flattened(values: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:
+    """Dotted keys with their values; empty mappings are values."""
+    for name, value in values.items():
+        place = f"{before}{name}"
+        if isinstance(value, Mapping) and value:
+            yield from flattened(value, f"{place}.")
+        else:
+            yield place, value
+
+
+@dataclass
+class Conversion:
+    """Reads the keys of a configuration, and notes what becomes of each.
+
+    Attributes:
+        library: its name, for texts.
+        given: the values of the configuration by dotted keys.
+        settings: those of a `Run`, by dotted keys.
+        kept: settings with the keys that they were made of, for people.
+        left: keys that would change a training and have no counterpart, each with what to do.
+        idle: keys whose values change nothing here, or were read together with others.
+        faults: reasons why the configuration cannot be read, one sentence each.
+        wanting: settings that the configuration does not determine, and the reason.
+        folders: where modules of rewards are.
+    """
+
+    library: str
+    given: dict[str, Any]
+    settings: dict[str, Any] = field(default_factory=dict)
+    kept: list[tuple[str, str]] = field(default_factory=list)
+    left: list[tuple[str, str]] = field(default_factory=list)
+    idle: list[str] = field(default_factory=list)
+    faults: list[str] = field(default_factory=list)
+    wanting: dict[str, str] = field(default_factory=dict)
+    folders: list[str] = field(default_factory=list)
+    _read: set[str] = field(default_factory=set)
+    _told: set[str] = field(default_factory=set)
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """The value of a key, or the library's default. A null is the default too."""
+        self._read.add(key)
+        value = self.given.get(key)
+        return default if value is None else value
+
+    def has(self, key: str) -> bool:
+        """True if the configuration has a value for a key."""
+        return self.given.get(key) is not None
+
+    def set(self, setting: str, value: Any, *sources: str) -> None:
+        """Set a setting, made of these keys. Where the configuration has none of them, it is the library's default."""
+        self.settings[setting] = value
+        self._read.update(sources)
+        self._told.update(sources)
+        named = [f"{key}={_short(self.given[key])}" for key in sources if self.has(key)]
+        self.kept.append((f"{setting}={_short(value)}", ", ".join(named) or f"default of {self.library}"))
+
+    def move(self, key: str, setting: str, default: Any = ABSENT) -> Any:
+        """Set a setting to the value of a key of the same meaning; gives it. Without a value and a default, nothing."""
+        value = self.get(key, default)
+        if value is not ABSENT:
+            self.set(setting, value, key)
+        return value
+
+    def leave(self, key: str, advice: str, *, unless: Any = ABSENT) -> None:
+        """Note that a key has no counterpart, if the configuration has it.
+
+        Args:
+            key: the key.
+            advice: what to do.
+            unless: the value, or values in a tuple, with which it changes nothing.
+        """
+        if not self.has(key):
+            self._read.add(key)
+            return
+        value = self.get(key)
+        harmless = unless if isinstance(unless, tuple) else (unless,)
+        if any((value is not True and value is not False and value == one) or value is one for one in harmless):
+            self.idle.append(key)
+        else:
+            self.left.append((f"{key}={_short(value)}", advice))
+
+    def rest(self, harmless: Mapping[str, str], unsupported: Mapping[str, str]) -> None:
+        """Note what becomes of all keys that nobody read.
+
+        Args:
+            harmless: patterns of keys that change no numbers, and why.
+            unsupported: patterns of keys, and what to do.
+        """
+        self._told.update([*self.idle, *(key.partition("=")[0] for key, _ in self.left)])
+        self.idle += [key for key in self.given if key in self._read and key not in self._told]
+        known = [*self._read, *(pattern for pattern in harmless if "*" not in pattern)]
+        for key in self.given:
+            if key in self._read:
+                continue
+            empty = self.given[key] is None or self.given[key] in ({}, [])
+            if empty or any(fnmatchcase(key, pattern) for pattern in harmless):
+                self.idle.append(key)
+            elif advice := [text for pattern, text in unsupported.items() if fnmatchcase(key, pattern)]:
+                self.left.append((f"{key}={_short(self.given[key])}", advice[0]))
+            else:
+                near = get_close_matches(key, known, 1, cutoff=0.85)
+                meant = f"did you mean {near[0]}?" if near else f"it is no key of {self.library} that is known here"
+                self.left.append((f"{key}={_short(self.given[key])}", meant))
+
+    def nested(self) -> dict[str, Any]:
+        """The settings with a mapping for each section."""
+        found: dict[str, Any] = {}
+        for name, value in self.settings.items():
+            *sections, last = name.split(".")
+            place = found
+            for section in sections:
+                place = place.setdefault(section, {})
+            place[last] = value
+        return found
+
+    def report(self, *, whole: bool = False) -> str:
+        """What became of the keys, for people.
+
+        Args:
+            whole: also the settings, with the keys that each was made of.
+        """
+        lines = [f"{len(self.kept)} settings were read from a configuration of {self.library}"]
+        if whole:
+            lines += [f"  {setting}  ← {source}" for setting, source in self.kept]
+        if self.left:
+            lines.append(f"{len(self.left)} keys have no counterpart:")
+            lines += [f"  {key}: {advice}" for key, advice in self.left]
+        if self.idle:
+            lines.append(
+                f"{len(self.idle)} keys change nothing here, or go with others: {', '.join(sorted(self.idle))}"
+            )
+        return "\n".join(lines)
+
+
+def rows_in(files: Any) -> int | None:
+    """The number of rows of data files; ``None`` if they cannot be read here."""
+    from rlmesh.errors import UsageError
+    from rlmesh.rl.data.files import expand, read_rows
+
+    try:
+        total = 0
+        for path in expand(files):
+            if path.suffix == ".parquet":
+                import pyarrow.parquet as pq
+
+                total += pq.ParquetFile(path).metadata.num_rows
+            else:
+                total += len(read_rows([Path(path)]))
+    except (UsageError, OSError, ImportError, TypeError, ValueError):
+        return None
+    return total
+
+
+def _short(value: Any) -> str:
+    text = str(value) if isinstance(value, str) else repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}…"

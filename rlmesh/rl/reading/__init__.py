@@ -1,0 +1,1 @@
+"""What people read of a run: its bottleneck (`rlmesh doctor RUN`), a step again, and the policy as a folder."""

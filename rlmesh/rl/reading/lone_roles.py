@@ -1,0 +1,82 @@
+"""The models in training of a recorded run, in this process and without engines, at the step of one of its
+checkpoints."""
+
+from __future__ import annotations
+
+import gc
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from rlmesh import JobInfo, WorkerContext
+from rlmesh.rl.checkpoints.store import checkpoint_folder, read_checkpoint
+from rlmesh.rl.roles.critic import CriticRole
+from rlmesh.rl.roles.reference import ReferenceRole
+from rlmesh.rl.trainers.here import MetricsLink, RoleHere, one_rank
+from rlmesh.rl.trainers.job import given_roles
+from rlmesh.rl.trainings.roles import GivenActor
+
+if TYPE_CHECKING:
+    from rlmesh.rl.trainers.run import Run
+
+__all__ = ["lone_roles", "lone_settings"]
+
+
+def lone_settings(run: Run) -> Run:
+    """The settings of a run for one rank of each role."""
+    return replace(
+        run, actor=replace(run.actor, ranks=1), critic=replace(run.critic, ranks=1), placement="separate",
+        rollout=replace(run.rollout, engines=1),
+    )  # fmt: skip
+
+
+@contextmanager
+def lone_roles(
+    run: Run, checkpoint: Path | None, *, actor_only: bool = False
+) -> Iterator[tuple[dict[str, RoleHere], WorkerContext]]:
+    """Actor, critic and reference, as far as the algorithm has them, each with one rank, and the context of a trainer.
+    Nothing is written into the directory of the run.
+
+    Args:
+        run: the settings, see `lone_settings`.
+        checkpoint: the folder of the step's checkpoint; ``None``: the roles are as a run begins.
+        actor_only: without critic and reference.
+
+    Raises:
+        UsageError: the checkpoint is refused.
+    """
+    needs, responses = run.algorithm.needs, run.algorithm.responses
+    kinds: dict[str, type[Any]] = {"ACTOR": given_roles(responses)[1] or GivenActor}
+    if not actor_only and "reference" in needs:
+        kinds["REFERENCE"] = ReferenceRole
+    if not actor_only and "critic" in needs and responses != "ranked":
+        kinds["CRITIC"] = CriticRole
+    with tempfile.TemporaryDirectory(prefix="rlmesh-replay-") as aside:
+        run_dir = Path(aside)
+        if checkpoint is not None:
+            step = read_checkpoint(checkpoint).step
+            link = checkpoint_folder(run_dir, step)
+            link.parent.mkdir()
+            link.symlink_to(checkpoint.resolve())
+        device = "GPU" if torch.cuda.is_available() else "CPU"
+        job = JobInfo("replay", "replay", run, device)
+
+        def context(role: str) -> WorkerContext:
+            return WorkerContext(job, role, 0, 1, MetricsLink(run_dir), run_dir=run_dir)
+
+        with one_rank():
+            roles: dict[str, RoleHere] = {}
+            try:
+                for role, kind in kinds.items():
+                    roles[role] = RoleHere(context(role), kind)
+                    roles[role].invoke("setup")
+                yield roles, context("TRAINER")
+            finally:
+                for one in reversed(roles.values()):
+                    one.invoke("teardown")
+                gc.unfreeze()  # what the roles made may be garbage now

@@ -1,0 +1,67 @@
+"""The reports of a run's steps, read from its run directory."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from rlmesh import private_files
+from rlmesh.errors import UsageError
+
+__all__ = ["METRICS", "StepReported", "read_steps"]
+
+METRICS = "metrics.jsonl"
+"""The file of all reports in a run directory."""
+_MARK = "step_time_s"
+"""A metric that the report of each training step has, and no other report."""
+
+
+@dataclass(frozen=True)
+class StepReported:
+    """The report of a training step.
+
+    Attributes:
+        step: of the run.
+        at: seconds since 1970.
+        metrics: by name; numbers that are not finite are left out.
+        validated: a validation of these weights was reported with the step.
+    """
+
+    step: int
+    at: float
+    metrics: Mapping[str, float]
+
+    @property
+    def validated(self) -> bool:
+        return any(name.startswith("val/") for name in self.metrics)
+
+
+def read_steps(run_dir: Path) -> list[StepReported]:
+    """The reports of all training steps, in order; of a step that was made again, the last one.
+
+    Raises:
+        UsageError: the directory has no reports of a run, or another user may have written them.
+    """
+    path = run_dir / METRICS
+    try:
+        text = private_files.read(path)
+    except FileNotFoundError:
+        raise UsageError(f"{run_dir} has no {METRICS}, so it is no directory of a run") from None
+    except OSError as error:
+        raise UsageError(f"it is not read: {error}") from error
+    found: dict[int, StepReported] = {}
+    for line in text.decode().splitlines():
+        if _MARK not in line:
+            continue
+        try:
+            entry = json.loads(line)
+            metrics = {name: float(value) for name, value in entry["metrics"].items() if value is not None}
+        except (ValueError, KeyError, TypeError, AttributeError):
+            continue  # the end of a file that is being written
+        if _MARK in metrics:
+            found[int(entry["step"])] = StepReported(int(entry["step"]), float(entry["at"]), metrics)
+    if not found:
+        raise UsageError(f"{run_dir} has no report of a training step yet")
+    return [found[step] for step in sorted(found)]
