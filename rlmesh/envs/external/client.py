@@ -38,8 +38,8 @@ class ExternalEnvClient:
     can connect, nobody else; the key also lets its holder run code in the job, so give it to programs that you trust
     only. The episodes of a client that dies are cut.
 
-    After a `CallTimeout`, repeat the call: the runner counts one step, whether the first call reached it or not. Or
-    tell by `log_action`, with the same observation, what the simulator did without an answer.
+    After a `CallTimeout` of a request for an action, repeat it: the runner counts one step, whether the first call
+    reached it or not. Or tell by `log_action`, with the same observation, what the simulator did without an answer.
 
     Args:
         address, key_file: of the job, as ``algorithm.env_runner_group.connection()`` and ``rlmesh ps JOB`` show them.
