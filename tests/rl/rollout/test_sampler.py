@@ -20,6 +20,7 @@ from rlmesh.rl.rollout.pipeline import Pipeline
 from rlmesh.rl.rollout.requests import sample_seed
 from rlmesh.rl.rollout.role_engines import kind_of
 from rlmesh.rl.rollout.sampler import Sampler
+from rlmesh.rl.rollout.silence import Silence
 from rlmesh.rl.types import Episode, Failed, Group, Outcome, Score
 from tests.own_time import HANG_S
 from tests.rl.rollout.fakes import FakeEngines, draw_from, group_of, scored
@@ -461,6 +462,56 @@ def test_answers_that_come_slowly_are_waited_for(tmp_path: Path) -> None:
             made.begin(step - 1) if step == 1 else None
             made.step(step)
         assert clock[0] == 27.0
+
+
+class Clock:
+    """A clock that goes on by 9 s at each look."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        self.now += 9.0
+        return self.now
+
+
+@pytest.mark.parametrize("pipeline", ["sync", "one-step-off"])
+def test_a_round_that_takes_long_is_waited_for_as_long_as_its_engines_sample(tmp_path: Path, pipeline: str) -> None:
+    engines, clock = FakeEngines(1), Clock()
+    engines.hold()
+
+    def tokens() -> dict[int, int]:
+        if clock.now > 2000.0:
+            engines.progress = dict  # type: ignore[assignment, method-assign]
+        return {0: int(clock.now)}
+
+    engines.progress = tokens  # type: ignore[method-assign]
+    with loop(tmp_path, engines, pipeline, deadline_s=100.0) as made:
+        made.sampler._silence = Silence(lambda: engines.progress(), 100.0, clock)
+        made.begin()
+        with pytest.raises(TimeoutError, match="position 0 is sampling"):
+            made.sampler.take(1)
+        assert 2000.0 < clock.now < 2400.0
+        engines.go_on()
+
+
+def test_a_slow_revival_is_no_silence_and_one_revival_after_another_is() -> None:
+    clock = [0.0]
+    silence = Silence(dict, 120.0, lambda: clock[0])
+    silence.begin()
+    clock[0] = 30.0
+    silence.lost()
+    clock[0] = 130.0
+    silence.revived()
+    assert silence.seconds == 0.0
+    for _ in range(9):
+        clock[0] += 50.0
+        silence.revived()
+    assert silence.seconds == 250.0
+    silence.answered()
+    clock[0] += 1.0
+    silence.revived()
+    assert silence.seconds == 0.0
 
 
 @pytest.mark.parametrize("pipeline", PIPELINES)

@@ -166,6 +166,7 @@ class AsyncVllmEngine(VllmBase):
                 output = outputs.get_nowait() or await outputs.get()
                 parts.append(output.outputs[0])
                 stretch.tokens += len(parts[-1].token_ids)
+                Growing.sampled += len(parts[-1].token_ids)
                 if output.finished:
                     break
                 if row.decode is not None and not stretch.stopped:
