@@ -107,9 +107,7 @@ def test_a_validation_that_hangs_ends_the_run(told: Recorded) -> None:
     ends = threading.Event()
     made = trainer(rollout=SimpleNamespace(deadline_s=0.05))
     try:
-        with pytest.raises(
-            TimeoutError, match=r"step 2, in which nothing has moved for rollout\.deadline_s"
-        ):
+        with pytest.raises(TimeoutError, match=r"step 2, in which nothing has moved for rollout\.deadline_s"):
             run_in_background(made, lambda step: {"val/never": float(ends.wait(HANG_S))})
     finally:
         ends.set()
