@@ -7,9 +7,11 @@ from dataclasses import dataclass, field
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 __all__ = ["ABSENT", "Conversion", "flattened", "rows_in"]
+
+N = TypeVar("N", int, float)
 
 ABSENT: Any = type("Absent", (), {"__repr__": lambda self: "absent", "__bool__": lambda self: False})()
 """Stands for a key that a configuration does not have."""
@@ -39,6 +41,7 @@ class Conversion:
         faults: reasons why the configuration cannot be read, one sentence each.
         wanting: settings that the configuration does not determine, and the reason.
         folders: where modules of rewards are.
+        overrides: settings that replace what is read, by dotted keys: shares of the steps are of the steps here.
     """
 
     library: str
@@ -50,6 +53,7 @@ class Conversion:
     faults: list[str] = field(default_factory=list)
     wanting: dict[str, str] = field(default_factory=dict)
     folders: list[str] = field(default_factory=list)
+    overrides: Mapping[str, Any] = field(default_factory=dict)
     _read: set[str] = field(default_factory=set)
     _told: set[str] = field(default_factory=set)
 
@@ -58,6 +62,32 @@ class Conversion:
         self._read.add(key)
         value = self.given.get(key)
         return default if value is None else value
+
+    def number(self, kind: type[N], key: str, default: Any) -> N:
+        """As `get`, of a key that must be a number, whole if ``kind`` is int. Anything else is a fault."""
+        value = self.get(key, default)
+        try:
+            found = kind(value)
+            if isinstance(value, bool) or (kind is int and float(value) != found):
+                raise ValueError
+        except (TypeError, ValueError):
+            self.faults.append(f"{key}={value!r} must be {'a whole number' if kind is int else 'a number'}")
+            return kind(default)
+        return found
+
+    def is_null(self, key: str) -> bool:
+        """True if the configuration has a null for a key, which for some keys is no default."""
+        self._read.add(key)
+        return key in self.given and self.given[key] is None
+
+    def steps(self) -> int | None:
+        """The steps of the run; ``None`` if nothing says it, which is told elsewhere."""
+        found = self.overrides.get("steps", self.settings.get("steps"))
+        return found if isinstance(found, int) and found > 0 else None
+
+    def rows(self) -> int | None:
+        """The rows of the data of the run; see `rows_in`."""
+        return rows_in(self.overrides.get("data", self.settings.get("data")))
 
     def has(self, key: str) -> bool:
         """True if the configuration has a value for a key."""
