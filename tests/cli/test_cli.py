@@ -36,7 +36,7 @@ commands:
     chaos     rehearse the failure of a running job
     prepare   create the parquet files of a well-known data set
     train     train a language model, or an agent in an environment
-    evaluate  evaluate a model or a checkpoint
+    evaluate  evaluate a model, a checkpoint or an agent
     samples   show prompts, responses and rewards
     replay    compute a recorded step again
     export    write a policy as a folder of transformers

@@ -246,14 +246,15 @@ class Odd(Count):
     """One reward is NaN."""
 
     def step(self, action: Any) -> tuple[np.ndarray, float, bool, bool, dict[str, Any]]:
-        observation, reward, *rest = super().step(action)
-        return observation, float("nan") if (self.episode, self.at) == (9, 2) else reward, *rest
+        observation, reward, terminated, truncated, info = super().step(action)
+        reward = float("nan") if (self.episode, self.at) == (9, 2) else reward
+        return observation, reward, terminated, truncated, info
 
 
 @pytest.mark.slow
 def test_a_reward_that_is_no_number_is_an_error_and_the_other_fragments_are_kept() -> None:
     config = small(runners=2).environment(lambda c: (Odd if c.worker_index == 2 and c.vector_index else Count)((5,)))
-    errors = 0
+    errors, result = 0, {}
     with config.build() as algorithm:
         while algorithm.iteration < 12:
             try:

@@ -23,7 +23,7 @@ def runners(env: str, **config: Any) -> tuple[EnvRunner, EnvRunner]:
     whole = EnvRunner(**given)  # type: ignore[arg-type]
     other = {**given, **numpy_arguments(whole, given)}
     assert other["policy_class"] is NumpyPolicy
-    fast = EnvRunner(**other)  # type: ignore[arg-type]
+    fast = EnvRunner(**other)
     weights = whole.get_weights()
     for name, value in weights[DEFAULT_POLICY].items():  # biases too
         value += np.random.default_rng(len(name)).normal(0, 0.1, value.shape).astype(value.dtype)
@@ -92,8 +92,8 @@ def test_remote_runners_start_without_torch_and_learn() -> None:
     with config.training(train_batch_size=128, minibatch_size=64).debugging(seed=1).build() as algorithm:
         group: EnvRunnerGroup = algorithm.env_runner_group
         before = algorithm.get_weights()[DEFAULT_POLICY]
-        for _ in range(2):
-            stats = algorithm.train()["learners"][DEFAULT_POLICY]["learner_stats"]
+        algorithm.train()
+        stats = algorithm.train()["learners"][DEFAULT_POLICY]["learner_stats"]
         assert np.isfinite(list(stats.values())).all()
         assert group.foreach_worker(lambda runner: "torch" in sys.modules, local_env_runner=False) == [False]
         (remote,) = group.foreach_worker(lambda runner: runner.policy.get_weights(), local_env_runner=False)

@@ -316,7 +316,7 @@ def test_a_reward_function_of_verl_in_a_file(tiny: Path, data: Path, tmp_path: P
     }  # fmt: skip
     run, c = load_converted(values, "verl")
     (reward,) = run.scored
-    assert (reward.name, dict(reward.options)) == ("score", {"bonus": 0.5})  # type: ignore[union-attr]
+    assert (reward.name, dict(reward.options)) == ("score", {"bonus": 0.5})
     every_key_is_told(c)
 
 

@@ -203,7 +203,7 @@ def test_each_bottleneck_has_one_setting(
     run: Callable[..., Run], metrics: dict[str, float], changes: dict[str, Any], bottleneck: str, setting: str,
     value: str,
 ) -> None:  # fmt: skip
-    found = diagnose(reports(**metrics), run(**changes))
+    found = diagnose(reports(4, **metrics), run(**changes))
     assert (found.bottleneck, found.advice.setting, found.advice.value) == (bottleneck, setting, value), str(found)
 
 
@@ -245,6 +245,7 @@ def test_phases_follow_each_other() -> None:
     def pass_by(seconds: float) -> None:
         now[0] += seconds
 
+    last: dict[str, float] = {}
     for _ in range(2):
         phases.begin()
         pass_by(1)
