@@ -13,6 +13,8 @@ __all__ = ["ABSENT", "Conversion", "flattened", "rows_in"]
 
 N = TypeVar("N", int, float)
 
+SECRETS = ("api_key", "apikey", "auth_token", "hub_token", "access_token", "secret", "password")
+"""Parts of names of keys whose texts are not told."""
 ABSENT: Any = type("Absent", (), {"__repr__": lambda self: "absent", "__bool__": lambda self: False})()
 """Stands for a key that a configuration does not have."""
 
@@ -98,8 +100,8 @@ class Conversion:
         self.settings[setting] = value
         self._read.update(sources)
         self._told.update(sources)
-        named = [f"{key}={_short(self.given[key])}" for key in sources if self.has(key)]
-        self.kept.append((f"{setting}={_short(value)}", ", ".join(named) or f"default of {self.library}"))
+        named = [_told(key, self.given[key]) for key in sources if self.has(key)]
+        self.kept.append((_told(setting, value), ", ".join(named) or f"default of {self.library}"))
 
     def move(self, key: str, setting: str, default: Any = ABSENT) -> Any:
         """Set a setting to the value of a key of the same meaning; gives it. Without a value and a default, nothing."""
@@ -124,7 +126,7 @@ class Conversion:
         if any((value is not True and value is not False and value == one) or value is one for one in harmless):
             self.idle.append(key)
         else:
-            self.left.append((f"{key}={_short(value)}", advice))
+            self.left.append((_told(key, value), advice))
 
     def rest(self, harmless: Mapping[str, str], unsupported: Mapping[str, str]) -> None:
         """Note what becomes of all keys that nobody read.
@@ -143,11 +145,11 @@ class Conversion:
             if empty or any(fnmatchcase(key, pattern) for pattern in harmless):
                 self.idle.append(key)
             elif advice := [text for pattern, text in unsupported.items() if fnmatchcase(key, pattern)]:
-                self.left.append((f"{key}={_short(self.given[key])}", advice[0]))
+                self.left.append((_told(key, self.given[key]), advice[0]))
             else:
                 near = get_close_matches(key, known, 1, cutoff=0.85)
                 meant = f"did you mean {near[0]}?" if near else f"it is no key of {self.library} that is known here"
-                self.left.append((f"{key}={_short(self.given[key])}", meant))
+                self.left.append((_told(key, self.given[key]), meant))
 
     def nested(self) -> dict[str, Any]:
         """The settings with a mapping for each section."""
@@ -196,6 +198,20 @@ def rows_in(files: Any) -> int | None:
     except (UsageError, OSError, ImportError, TypeError, ValueError):
         return None
     return total
+
+
+def _told(key: str, value: Any) -> str:
+    """A key with its value for people, and for logs: without secrets."""
+    return f"{key}={_short(_masked(key, value))}"
+
+
+def _masked(key: str, value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {name: _masked(str(name), one) for name, one in value.items()}
+    if isinstance(value, list):
+        return [_masked(key, one) for one in value]
+    secret = any(word in key.lower().rpartition(".")[2] for word in SECRETS)
+    return "…" if secret and isinstance(value, str) else value
 
 
 def _short(value: Any) -> str:

@@ -12,7 +12,8 @@ from rlmesh.errors import UsageError
 from rlmesh.rl.migration import trl, verl
 from rlmesh.rl.migration.keys import Conversion, flattened
 from rlmesh.rl.trainers.config_files import read_values, settings_fault
-from rlmesh.rl.trainers.config_reader import as_mapping, parsed, read_run
+from rlmesh.rl.trainers.config_reader import as_mapping, read_run
+from rlmesh.rl.trainers.settings import parsed
 
 __all__ = ["SOURCES", "converted", "load_converted"]
 

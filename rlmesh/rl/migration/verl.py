@@ -258,7 +258,8 @@ def _correction(c: Conversion) -> None:
     place = "algorithm.rollout_correction"
     level = c.get(f"{place}.rollout_is")
     if level in ("token", "sequence"):
-        key, bounds = f"{place}.rollout_is_threshold", {}
+        key = f"{place}.rollout_is_threshold"
+        bounds: dict[str, Any] = {}
         low, pair, high = str(c.get(key, 2.0)).partition("_")
         try:
             bounds = {"beyond": "mask", "lower": float(low), "upper": float(high)} if pair else {"upper": float(low)}

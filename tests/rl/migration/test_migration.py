@@ -481,3 +481,13 @@ def test_keys_of_verl_that_change_what_is_trained(data: Path, tiny: Path) -> Non
     assert dtype in told(c) and run.actor.use_liger_kernel is False
     run, c = of_verl(data, tiny, {"algorithm.adv_estimator": "gae", "critic.model.lora_rank": 32})
     assert "critic.model.lora_rank" in told(c)
+
+
+def test_secrets_are_not_told() -> None:
+    place = "reward.custom_reward_function"
+    values = {
+        f"{place}.path": "judge.py", f"{place}.reward_kwargs.api_key": "hidden", "trainer.wandb_api_key": "hidden",
+        "hub_token": "hidden",
+    }  # fmt: skip
+    report = converted(values, "verl").report(whole=True)
+    assert "wandb_api_key=…" in report and "hidden" not in report
