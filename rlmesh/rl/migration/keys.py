@@ -39,7 +39,9 @@ class Conversion:
         settings: those of a `Run`, by dotted keys.
         kept: settings with the keys that they were made of, for people.
         left: keys that would change a training and have no counterpart, each with what to do.
-        idle: keys whose values change nothing here, or were read together with others.
+        idle: keys whose values change nothing here.
+        together: keys that were read, and name no setting: they decide about the settings of others, or belong to
+            something that is off.
         faults: reasons why the configuration cannot be read, one sentence each.
         wanting: settings that the configuration does not determine, and the reason.
         folders: where modules of rewards are.
@@ -52,6 +54,7 @@ class Conversion:
     kept: list[tuple[str, str]] = field(default_factory=list)
     left: list[tuple[str, str]] = field(default_factory=list)
     idle: list[str] = field(default_factory=list)
+    together: list[str] = field(default_factory=list)
     faults: list[str] = field(default_factory=list)
     wanting: dict[str, str] = field(default_factory=dict)
     folders: list[str] = field(default_factory=list)
@@ -136,7 +139,7 @@ class Conversion:
             unsupported: patterns of keys, and what to do.
         """
         self._told.update([*self.idle, *(key.partition("=")[0] for key, _ in self.left)])
-        self.idle += [key for key in self.given if key in self._read and key not in self._told]
+        self.together += [key for key in self.given if key in self._read and key not in self._told]
         known = [*self._read, *(pattern for pattern in harmless if "*" not in pattern)]
         for key in self.given:
             if key in self._read:
@@ -174,10 +177,9 @@ class Conversion:
         if self.left:
             lines.append(f"{len(self.left)} keys have no counterpart:")
             lines += [f"  {key}: {advice}" for key, advice in self.left]
-        if self.idle:
-            lines.append(
-                f"{len(self.idle)} keys change nothing here, or go with others: {', '.join(sorted(self.idle))}"
-            )
+        for keys, what in ((self.together, "were read together with others"), (self.idle, "change nothing here")):
+            if keys:
+                lines.append(f"{len(keys)} keys {what}: {', '.join(sorted(keys))}")
         return "\n".join(lines)
 
 

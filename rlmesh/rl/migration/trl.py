@@ -252,6 +252,13 @@ def _vllm(c: Conversion) -> None:
     key = "vllm_importance_sampling_cap" if c.has("vllm_importance_sampling_cap") else highest
     upper = 1e30 if c.is_null(key) else c.number(float, key, 3.0)
     correction = {"level": level, "beyond": beyond, "upper": upper}
+    if beyond == "mask":
+        c.left.append(
+            (
+                f"vllm_importance_sampling_mode={mode}",
+                "what is masked leaves the mean of the loss and the divergence; TRL sets its weight to 0 and counts it",
+            )
+        )
     if c.has("vllm_importance_sampling_clip_min"):
         correction["lower"] = c.number(float, "vllm_importance_sampling_clip_min", 0.0)
     c.set(
