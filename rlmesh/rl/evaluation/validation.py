@@ -129,8 +129,8 @@ class Validation:
 
         def work() -> None:
             try:
-                if ahead:
-                    self._trainer.buffer.await_idle()
+                if ahead and not self._trainer.buffer.await_idle():
+                    raise WeightsNotReady("the engines were not idle before the run went back, failed or ended")
                 future.set_result(self.run(step))
             except BaseException as error:
                 future.set_exception(error)

@@ -48,10 +48,8 @@ POISON = "poison"
 """Begins the reason of a group that fails since it kills engines or scorers."""
 SCORERS = 4
 """Threads that have groups scored while others are sampled."""
-CLOSE_S = 10.0
-"""Seconds for which `Sampler.close` waits for its thread."""
-LOOK_S = 1.0
-"""Seconds after which a thread that waits looks again, if nothing happens."""
+CLOSE_S, LOOK_S = 10.0, 1.0
+"""Seconds for which `Sampler.close` waits for its thread, and after which a thread that waits looks again."""
 DEADLINE_S, TELL_S = 3600.0, 600.0
 """Seconds without any progress after which a wait of the training loop ends with an error, and is told as an alarm."""
 MISSING = 3
@@ -158,15 +156,16 @@ class Sampler:
         if self.pipeline.drains and self._background:
             self._wait_for_samples(self._is_drained, "the end of sampling", revives=False)
 
-    def await_idle(self) -> None:
-        """In a pipeline that drains, wait until the engines have nothing to do before the next push, or until an error
-        or the end of the run. For any thread; errors are left to the training loop."""
+    def await_idle(self) -> bool:
+        """In a pipeline that drains, wait until the engines have nothing to do before the next push. False if an error,
+        a pause or the end of the run comes first. For any thread; errors are left to the training loop."""
         with self._changed:
             generation = self._generation
             while self.pipeline.drains and self._background and not self._is_drained():
-                if self._ends or self._error is not None or generation != self._generation:
-                    return
+                if self._ends or self._error is not None:
+                    return False
                 self._changed.wait(LOOK_S)
+            return generation == self._generation
 
     def advance(self, version: int) -> None:
         """Sample on: all engines serve a version."""
@@ -203,6 +202,7 @@ class Sampler:
             self._scorer_deaths.clear()
             self._error = None
             self._cancel()
+            self._changed.notify_all()
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Bring the buffer to a saved state (`SampleBuffer.restore`), after `pause`."""

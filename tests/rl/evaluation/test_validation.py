@@ -79,7 +79,7 @@ def test_any_pipeline_validates_in_the_background(told: Recorded, staleness: int
     """Ahead of training, once the engines are idle or never; else once the step has its groups."""
     order: list[str] = []
     made = trainer(schedule=SimpleNamespace(staleness=staleness))
-    made.buffer = SimpleNamespace(await_idle=lambda: order.append("idle"))
+    made.buffer = SimpleNamespace(await_idle=lambda: order.append("idle") or True)
 
     def validate(step: int) -> dict[str, float]:
         order.append(f"validates {step}")
@@ -94,6 +94,16 @@ def test_any_pipeline_validates_in_the_background(told: Recorded, staleness: int
         made.validation.begin(ahead=staleness > 0)
         made.validation.end()
     assert order == (["idle"] if staleness else []) + ["validates 2"] and 2 in told.reports
+
+
+def test_engines_that_were_not_idle_are_not_validated(told: Recorded) -> None:
+    made = trainer(schedule=SimpleNamespace(staleness=1))
+    made.buffer = SimpleNamespace(await_idle=lambda: False)
+    made.validation.run = lambda step: pytest.fail("the run goes back")
+    assert made.validation.postpone(2)
+    made.validation.begin(ahead=True)
+    made.validation.drop()
+    assert told.reports == {}
 
 
 def test_a_trainer_that_samples_ahead_by_itself_validates_between_steps() -> None:

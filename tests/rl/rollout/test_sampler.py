@@ -476,7 +476,10 @@ class Clock:
 
 
 @pytest.mark.parametrize("pipeline", ["sync", "one-step-off"])
-def test_a_round_that_takes_long_is_waited_for_as_long_as_its_engines_sample(tmp_path: Path, pipeline: str) -> None:
+def test_a_round_that_takes_long_is_waited_for_as_long_as_its_engines_sample(
+    tmp_path: Path, pipeline: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rlmesh.rl.rollout.sampler.LOOK_S", 0.001)
     engines, clock = FakeEngines(1), Clock()
     engines.hold()
 
@@ -523,7 +526,23 @@ def test_engines_are_idle_before_a_push_or_never(tmp_path: Path, pipeline: str) 
         if pipeline == "one-step-off":
             assert made.sampler.buffer.counts() == {"drawn": 0, "sampling": 0, "sampled": SIZE, "ready": SIZE}
         made.sampler.pause()
-        made.sampler.await_idle()
+        assert made.sampler.await_idle()
+
+
+def test_who_waits_for_idle_engines_is_told_of_a_pause(tmp_path: Path) -> None:
+    engines, found = FakeEngines(1), list[bool]()
+    engines.hold()
+    with loop(tmp_path, engines, "one-step-off") as made:
+        made.begin()
+        drained, waits = made.sampler._is_drained, threading.Event()
+        made.sampler._is_drained = lambda: waits.set() or drained()  # type: ignore[func-returns-value, method-assign]
+        waiting = threading.Thread(target=lambda: found.append(made.sampler.await_idle()))
+        waiting.start()
+        assert waits.wait(HANG_S)
+        made.sampler.pause()
+        waiting.join(HANG_S)
+        assert found == [False]
+        engines.go_on()
 
 
 @pytest.mark.parametrize("pipeline", PIPELINES)
