@@ -36,6 +36,7 @@ RUN_FOLDERS = ("logs", "incidents", "timeline", "tensorboard", "samples", "track
 RUN_FILES = (
     "settings.pickle", "evaluation.json", "state.*", "metrics.*", "events.jsonl", "chaos.jsonl", "job.json",
     "starts.json", "end.json", "held-by.json", "exit-node*.json", "stacks-*.txt", "report.png", "relaunch.log",
+    "progress.json", "reward-alarm-*.json", "ledger.sqlite*",
 )  # fmt: skip
 """File names that rlmesh uses in a run directory; others belong to the directory's owner."""
 

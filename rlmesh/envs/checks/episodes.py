@@ -92,7 +92,7 @@ class AliasGuard:
             if place is not None:
                 self._kept.remove(kept)
                 self._watched.findings.add(
-                    "aliasing", self._watched.where, f"{place}, which {kept.when} returned, was changed by this call",
+                    "aliasing", self._watched.where, f"this call changed the {place} that was returned in {kept.when}",
                     "Return a new array each time, for example `self._obs.copy()`, or a new dict: a caller that keeps "
                     "what it got would see later values", kind=place,
                 )  # fmt: skip

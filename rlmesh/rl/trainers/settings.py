@@ -374,7 +374,7 @@ def unknown_key(place: str, sections: Mapping[str, Sequence[str]]) -> str:
         return f"{fault}; did you mean {f'{section}.{near[0]}'.lstrip('.')}?"
     # If no key of this section is similar, suggest another library's name, but only if that is very similar.
     if named := named or get_close_matches(key, ELSEWHERE, 1, cutoff=0.85):
-        return f"{fault}; did you mean {ELSEWHERE[named[0]]}, which is {named[0]} elsewhere?"
+        return f"{fault}; did you mean {ELSEWHERE[named[0]]}? It corresponds to {named[0]} in other libraries."
     for name, keys in sections.items():
         if near := get_close_matches(key, keys, 1, cutoff=0.7):
             return f"{fault}; did you mean {f'{name}.{near[0]}'.lstrip('.')}?"
