@@ -99,7 +99,8 @@ class Conversion:
         return self.given.get(key) is not None
 
     def set(self, setting: str, value: Any, *sources: str) -> None:
-        """Set a setting, made of these keys. Where the configuration has none of them, it is the library's default."""
+        """Set a setting, made of these keys. Where the configuration has none of them, the value is the library's
+        default."""
         self.settings[setting] = value
         self._read.update(sources)
         self._told.update(sources)

@@ -421,7 +421,7 @@ class Sampler:
             return
         suspect = not slot.suspect and died and (crashed or deaths >= SUSPECT_DEATHS)
         self._totals.asked_again += 1
-        self.buffer.ask_again(slot, told, died=died, suspect=ended.loss if suspect else 0)
+        self.buffer.ask_again(slot, told, died=died, suspect=ended.death if suspect else 0)
 
     def _set_aside(self, slot: GroupSlot, why: str) -> None:
         self._totals.poisoned += 1

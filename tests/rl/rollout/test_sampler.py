@@ -302,10 +302,10 @@ def test_a_suspect_is_asked_for_alone() -> None:
         loads.begin(rank, part, 0.0)
     assert all(rank == 1 for rank, _ in loads.plan([GroupSlot(9, (0, 9))])) and loads.end(0, [slots[1]]).alone
     # What an engine samples when it is lost is lost together.
-    losses = [loads.end(1, [slot], lost=True).loss for slot in slots[2:]]
+    deaths = [loads.end(1, [slot], lost=True).death for slot in slots[2:]]
     loads.serve([1])
     loads.begin(1, [slots[2]], 0.0)
-    assert losses == [1, 1, 1] and loads.end(1, [slots[2]], lost=True).loss == 2
+    assert deaths == [1, 1, 1] and loads.end(1, [slots[2]], lost=True).death == 2
 
 
 @pytest.mark.parametrize("pipeline", ["sync", "one-step-off", "async"])
