@@ -90,9 +90,16 @@ class Conversion:
         found = self.overrides.get("steps", self.settings.get("steps"))
         return found if isinstance(found, int) and found > 0 else None
 
-    def rows(self) -> int | None:
-        """The rows of the data of the run; see `rows_in`."""
-        return rows_in(self.overrides.get("data", self.settings.get("data")))
+    def steps_of(self, epochs: float, batch: int) -> int | None:
+        """The steps of so many passes over the data of the run; ``None`` if its rows cannot be counted here, or are no
+        batch."""
+        size, rows = (
+            self.overrides.get("batch_size", batch),
+            rows_in(self.overrides.get("data", self.settings.get("data"))),
+        )
+        if rows is None or not isinstance(size, int) or not 0 < size <= rows:
+            return None
+        return max(1, int(epochs * (rows // size)))
 
     def has(self, key: str) -> bool:
         """True if the configuration has a value for a key."""

@@ -342,9 +342,9 @@ def _optimizer(c: Conversion, kind: str, updates: int, batch: int) -> None:
         c.set("steps", math.ceil(steps / updates), "max_steps")
         c.get("num_train_epochs")
     elif "steps" not in c.settings:
-        epochs, rows = c.number(float, "num_train_epochs", 3.0), c.rows()
-        if rows is not None and rows >= batch:
-            c.set("steps", max(1, int(epochs * (rows // batch))), "num_train_epochs")
+        epochs = c.number(float, "num_train_epochs", 3.0)
+        if (whole := c.steps_of(epochs, batch)) is not None:
+            c.set("steps", whole, "num_train_epochs")
         else:
             c.wanting["steps"] = (
                 f"num_train_epochs={epochs:g}: a run counts steps, and the rows of the data cannot be counted here; "

@@ -404,9 +404,9 @@ def _trainer(c: Conversion, batch: int) -> None:
         c.set("steps", c.number(int, "trainer.total_training_steps", 1), "trainer.total_training_steps")
         c.get("trainer.total_epochs")
     else:
-        epochs, rows = c.number(int, "trainer.total_epochs", 30), c.rows()
-        if rows is not None and rows >= batch:
-            c.set("steps", epochs * (rows // batch), "trainer.total_epochs")
+        epochs = c.number(int, "trainer.total_epochs", 30)
+        if (whole := c.steps_of(epochs, batch)) is not None:
+            c.set("steps", whole, "trainer.total_epochs")
         else:
             c.wanting["steps"] = (
                 f"trainer.total_epochs={epochs}: a run counts steps, and the rows of the data cannot be counted here; "

@@ -412,6 +412,8 @@ def test_shares_are_of_the_steps_that_the_run_has(data: Path, tiny: Path) -> Non
     assert (run.actor.warmup_steps, run.save_every) == (20, 200)
     run, _ = of_verl(data, tiny, {**ratio, "trainer.total_epochs": 4}, f"data={data}")
     assert (run.steps, run.actor.warmup_steps) == (20, 2)
+    run, _ = of_verl(data, tiny, {**ratio, "trainer.total_epochs": 10}, f"data={data}", "batch_size=10")
+    assert (run.steps, run.actor.warmup_steps) == (20, 2)
     with pytest.raises(UsageError, match="set steps=NUMBER"):
         of_verl(data, tiny, unknown)
 
