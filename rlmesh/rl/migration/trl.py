@@ -343,8 +343,8 @@ def _optimizer(c: Conversion, kind: str, updates: int, batch: int) -> None:
         c.get("num_train_epochs")
     elif "steps" not in c.settings:
         epochs = c.number(float, "num_train_epochs", 3.0)
-        if (whole := c.steps_of(epochs, batch)) is not None:
-            c.set("steps", whole, "num_train_epochs")
+        if (passes := c.steps_of(epochs, batch)) is not None:
+            c.set("steps", passes, "num_train_epochs")
         else:
             c.wanting["steps"] = (
                 f"num_train_epochs={epochs:g}: a run counts steps, and the rows of the data cannot be counted here; "

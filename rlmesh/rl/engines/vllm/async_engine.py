@@ -124,6 +124,11 @@ class AsyncVllmEngine(VllmBase):
         child.join(0)
         self._lost(f"vLLM's process {child.name} (pid {child.pid}) exited with code {child.exitcode}")
 
+    def _look_at(self, error: Exception) -> None:
+        """Note a loss, if an error comes of one: vLLM says so before its process has ended."""
+        if self._engine is not None and self._engine.errored:
+            self._lost(f"vLLM's process is gone: {type(error).__name__}: {error}")
+
     def _lost(self, why: str) -> None:
         """Note once that vLLM cannot go on, and tell it before any request fails of it."""
         if self._is_lost:
@@ -187,8 +192,7 @@ class AsyncVllmEngine(VllmBase):
         except Exception as error:
             if self._engine is None:
                 self.gate.set_version(None, f"{self.gate.who} was closed: {type(error).__name__}: {error}")
-            elif self._engine.errored:  # vLLM says so before its process has ended
-                self._lost(f"vLLM's process is gone: {type(error).__name__}: {error}")
+            self._look_at(error)
             batch.fail(error)
             return
         if batch.withdrawn:
@@ -207,8 +211,12 @@ class AsyncVllmEngine(VllmBase):
         return await getattr(self._engine, method)(*args, **kwargs)
 
     async def _submitted(self, batch: RequestBatch) -> None:
-        for row in batch.rows:
-            await self._add(row, batch)
+        try:
+            for row in batch.rows:
+                await self._add(row, batch)
+        except Exception as error:
+            self._look_at(error)
+            raise
 
     async def _withdrawn(self, batch: RequestBatch) -> None:
         batch.withdrawn = True
