@@ -274,9 +274,20 @@ class MemberEndpoint:
         return found
 
     def behind(self, version: int, timeout_s: float) -> frozenset[str]:
-        """The sinks that serve another version, or none."""
+        """The sinks that serve another version, or none.
+
+        Raises:
+            WeightSyncError: a sink does not answer.
+        """
         asked = {m: self.command(m, "weights_sink_describe", timeout_s=timeout_s) for m in self.incarnations()}
-        return frozenset(member for member, answer in asked.items() if answer.result().version != version)
+        served: dict[str, int | None] = {}
+        for member, answer in asked.items():
+            try:
+                served[member] = answer.result().version
+            except Exception as error:
+                text = f"{member} could not say what it serves: {type(error).__name__}: {error}"
+                raise WeightSyncError(text) from error
+        return frozenset(member for member, now in served.items() if now != version)
 
     def rollback(self, flip_s: float, timeout_s: float) -> int:
         """Let all sinks go back to the version before; returns it.

@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rlmesh.errors import WeightsNotReady, WeightSyncError
+from rlmesh.errors import CallError, CallTimeout, WeightsNotReady, WeightSyncError
 from rlmesh.memory.layout import TABLE_BYTES
+from rlmesh.runtime.connections.address_book import AddressBook, MemberAddress
 from rlmesh.weights.arrays import ArraySink, ArraySource
 from rlmesh.weights.manifest import Manifest
 from rlmesh.weights.planning.plan import Mode
@@ -304,6 +305,19 @@ def test_versions_can_be_trusted(mesh: WeightMesh, hold: str, channel: str) -> N
         pass
     assert sync.catch_up() == ("ROLLOUT:0",) and sync.catch_up() == ()
     check_serves(fresh, back, 2, arrays(2))
+
+
+def test_a_sink_that_has_not_started_again_is_told_as_such(mesh: WeightMesh) -> None:
+    """A caller that waits for slow starts knows by the cause that nothing was executed."""
+    mesh.add_sink(ArraySink(arrays(0)), 0)
+    sync = mesh.sync(ArraySource(arrays(1)), connect_timeout_s=0.05)
+    sync.push(1).result(HANG_S)
+    starts = MemberAddress("ROLLOUT", 0, 1, None)
+    mesh.caller.set_address_book(AddressBook(99, (starts,)))
+    with pytest.raises(WeightSyncError, match="ROLLOUT:0 could not say what it serves: CallTimeout") as raised:
+        sync.catch_up()
+    assert isinstance(raised.value.__cause__, CallTimeout)
+    assert CallError.details(raised.value.__cause__).executed == "no"
 
 
 def test_a_sink_that_joins_later_is_part_of_the_next_push(mesh: WeightMesh) -> None:

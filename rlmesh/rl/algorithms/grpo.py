@@ -96,6 +96,8 @@ class GRPO(Algorithm):
             faults.append(f"constant={self.constant}: the aggregation 'constant', and no other, takes it (> 0)")
         if self.advantage == "pass_at_k" and not 1 <= self.k <= self.samples:
             faults.append(f"k={self.k}: from 1 to samples={self.samples}")
+        if not faults and self.dual_clip is not None and PRESETS[self.loss].policy_loss != "ppo":
+            faults.append(f"dual_clip={self.dual_clip}: the loss {self.loss!r} has no dual clip")
         if self.overlong is not None and not 0 < self.overlong[1] <= self.overlong[0]:
             faults.append(f"overlong={self.overlong}: (most tokens, tokens before that), with 0 < second ≤ first")
         if faults:

@@ -8,7 +8,7 @@ engine ends its request and starts another one, whose prompt includes the tokens
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 from rlmesh import VersionSpans
 from rlmesh.rl.engines.rollout import FinishReason, OnTokens, Sample, SamplingParams
@@ -52,6 +52,9 @@ class Growing:
         decode: for the stop texts of the request.
         on_tokens: gets the tokens that are added.
     """
+
+    sampled: ClassVar[int] = 0
+    """About as many tokens as all responses of this process got so far: a number that stands still when they do."""
 
     def __init__(
         self, prompt: Sequence[int], params: SamplingParams, row: int = 0, decode: Decode | None = None,
@@ -99,6 +102,7 @@ class Growing:
                     count = place + 1
                     self.finish("stop")
                     break
+        Growing.sampled += count
         self.tokens += tokens[:count]
         self.log_probs += log_probs[:count]
         self.kept_log_mass += kept_log_mass[:count]

@@ -15,6 +15,7 @@ from rlmesh.rl.algorithms.protocol import Algorithm
 from rlmesh.rl.checkpoints.store import checkpoint_folder, read_checkpoint, saved_step
 from rlmesh.rl.evaluation.settings import SampleSettings
 from rlmesh.rl.trainers.job import build
+from rlmesh.rl.trainers.progress import finished_steps
 from rlmesh.rl.trainers.run import Run
 from rlmesh.rl.trainers.settings import LoraSettings
 
@@ -57,10 +58,11 @@ def of_run_directory(run_dir: Path, step: int | None = None) -> dict[str, Any]:
     Raises:
         UsageError: there are no such weights (names those that there are), or the checkpoint is not complete.
     """
-    model = run_dir / "model"
-    if step is None and (model / "config.json").is_file():
+    model, latest = run_dir / "model", saved_step(run_dir)
+    # A run that goes on after its end has a model of fewer steps, and one that is ending a part of a model.
+    if step is None and (ended := finished_steps(run_dir)) and ended >= latest and (model / "config.json").is_file():
         return {"model": str(model)}
-    saved = saved_step(run_dir) if step is None else step
+    saved = latest if step is None else step
     folder = checkpoint_folder(run_dir, saved)
     if saved and folder.is_dir():
         return {"checkpoint": str(read_checkpoint(folder).require_part("actor").absolute())}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextvars
 import threading
+import time
 from collections.abc import Mapping
 from concurrent import futures
 from concurrent.futures import Future
@@ -12,7 +13,8 @@ from typing import TYPE_CHECKING
 from rlmesh import current_worker
 from rlmesh.errors import WeightsNotReady, WeightSyncError
 from rlmesh.rl.evaluation.metrics import validation_metrics
-from rlmesh.rl.rollout.role_engines import LOST
+from rlmesh.rl.rollout.role_engines import LOST, progress_of
+from rlmesh.rl.rollout.silence import Silence
 from rlmesh.rl.types import Group
 
 if TYPE_CHECKING:
@@ -21,6 +23,8 @@ if TYPE_CHECKING:
 __all__ = ["Validation"]
 
 
+LOOK_S = 1.0
+"""Seconds between two looks at a validation that is waited for."""
 LONG_S = 600.0
 """Seconds after which a step that waits for the validation in the background says so."""
 
@@ -44,6 +48,8 @@ class Validation:
         self._waiting: int | None = None
         self._running: tuple[int, Future[dict[str, float]]] | None = None
         self._thread: threading.Thread | None = None
+        self._silence: Silence | None = None
+        """Of the validation in the background."""
 
     def due(self, step: int) -> bool:
         """True if the weights of a step are validated."""
@@ -80,6 +86,8 @@ class Validation:
             for place, prompt in enumerate(prompts)
         ]
         rewards = trainer.validation_rewards
+        if self._silence is not None:
+            self._silence.answered()
         groups = trainer.score(rewards, groups)
         trainer.samples.add(step, groups, rewards.total, split="validation")
         found = {f"val/{name}": value for name, value in rewards.metrics(groups).items()}
@@ -116,11 +124,13 @@ class Validation:
         step, self._waiting = self._waiting, None
         future: Future[dict[str, float]] = Future()
         self._running = step, future
+        limit_s = self._trainer.settings.rollout.deadline_s
+        self._silence = Silence(lambda: progress_of(self._trainer.engines), limit_s)
 
         def work() -> None:
             try:
-                if ahead:
-                    self._trainer.buffer.await_idle()
+                if ahead and not self._trainer.buffer.await_idle():
+                    raise WeightsNotReady("the engines were not idle before the run went back, failed or ended")
                 future.set_result(self.run(step))
             except BaseException as error:
                 future.set_exception(error)
@@ -167,14 +177,20 @@ class Validation:
         """Wait for a validation, and tell it if that takes long: a reward may hang.
 
         Raises:
-            TimeoutError: it takes longer than a wait of the training may.
+            TimeoutError: no engine samples and the rewards do not end for longer than a wait of the training may last.
         """
-        limit_s = self._trainer.settings.rollout.deadline_s
+        silence, limit_s = self._silence, self._trainer.settings.rollout.deadline_s
+        assert silence is not None
         what = f"the training waits for the validation of step {step}"
-        told_s = min(LONG_S, limit_s)
-        if futures.wait([future], told_s).not_done:
-            current_worker().alarm(f"{what}, for more than {told_s:g} s")
-            if futures.wait([future], limit_s - told_s).not_done:
+        began, told_s, told = time.perf_counter(), min(LONG_S, limit_s), False
+        silence.begin()
+        while futures.wait([future], min(LOOK_S, told_s / 4)).not_done:
+            if not told and time.perf_counter() - began >= told_s:
+                told = True
+                current_worker().alarm(f"{what}, for more than {told_s:g} s")
+            silence.look()
+            if silence.seconds >= limit_s:
                 raise TimeoutError(
-                    f"{what}, which is not over after rollout.deadline_s={limit_s:g} s: an engine or a reward hangs"
+                    f"{what}, in which nothing has moved for rollout.deadline_s={limit_s:g} s: an engine or a reward "
+                    "hangs"
                 )

@@ -7,10 +7,14 @@ from dataclasses import dataclass, field
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 __all__ = ["ABSENT", "Conversion", "flattened", "rows_in"]
 
+N = TypeVar("N", int, float)
+
+SECRETS = ("api_key", "apikey", "auth_token", "hub_token", "access_token", "secret", "password")
+"""Parts of names of keys whose texts are not told."""
 ABSENT: Any = type("Absent", (), {"__repr__": lambda self: "absent", "__bool__": lambda self: False})()
 """Stands for a key that a configuration does not have."""
 
@@ -35,10 +39,13 @@ class Conversion:
         settings: those of a `Run`, by dotted keys.
         kept: settings with the keys that they were made of, for people.
         left: keys that would change a training and have no counterpart, each with what to do.
-        idle: keys whose values change nothing here, or were read together with others.
+        idle: keys whose values change nothing here.
+        together: keys that were read, and name no setting: they decide about the settings of others, or belong to
+            something that is off.
         faults: reasons why the configuration cannot be read, one sentence each.
         wanting: settings that the configuration does not determine, and the reason.
         folders: where modules of rewards are.
+        overrides: settings that replace what is read, by dotted keys: shares of the steps are of the steps here.
     """
 
     library: str
@@ -47,9 +54,11 @@ class Conversion:
     kept: list[tuple[str, str]] = field(default_factory=list)
     left: list[tuple[str, str]] = field(default_factory=list)
     idle: list[str] = field(default_factory=list)
+    together: list[str] = field(default_factory=list)
     faults: list[str] = field(default_factory=list)
     wanting: dict[str, str] = field(default_factory=dict)
     folders: list[str] = field(default_factory=list)
+    overrides: Mapping[str, Any] = field(default_factory=dict)
     _read: set[str] = field(default_factory=set)
     _told: set[str] = field(default_factory=set)
 
@@ -59,17 +68,51 @@ class Conversion:
         value = self.given.get(key)
         return default if value is None else value
 
+    def number(self, kind: type[N], key: str, default: Any) -> N:
+        """As `get`, of a key that must be a number, whole if ``kind`` is int. Anything else is a fault."""
+        value = self.get(key, default)
+        try:
+            found = kind(value)
+            if isinstance(value, bool) or (kind is int and float(value) != found):
+                raise ValueError
+        except (TypeError, ValueError):
+            self.faults.append(f"{key}={value!r} must be {'a whole number' if kind is int else 'a number'}")
+            return kind(default)
+        return found
+
+    def is_null(self, key: str) -> bool:
+        """True if the configuration has a null for a key, which for some keys is no default."""
+        self._read.add(key)
+        return key in self.given and self.given[key] is None
+
+    def steps(self) -> int | None:
+        """The steps of the run; ``None`` if nothing says it, which is told elsewhere."""
+        found = self.overrides.get("steps", self.settings.get("steps"))
+        return found if isinstance(found, int) and found > 0 else None
+
+    def steps_of(self, epochs: float, batch: int) -> int | None:
+        """The steps of so many passes over the data of the run; ``None`` if its rows cannot be counted here, or are no
+        batch."""
+        size, rows = (
+            self.overrides.get("batch_size", batch),
+            rows_in(self.overrides.get("data", self.settings.get("data"))),
+        )
+        if rows is None or not isinstance(size, int) or not 0 < size <= rows:
+            return None
+        return max(1, int(epochs * (rows // size)))
+
     def has(self, key: str) -> bool:
         """True if the configuration has a value for a key."""
         return self.given.get(key) is not None
 
     def set(self, setting: str, value: Any, *sources: str) -> None:
-        """Set a setting, made of these keys. Where the configuration has none of them, it is the library's default."""
+        """Set a setting, made of these keys. Where the configuration has none of them, the value is the library's
+        default."""
         self.settings[setting] = value
         self._read.update(sources)
         self._told.update(sources)
-        named = [f"{key}={_short(self.given[key])}" for key in sources if self.has(key)]
-        self.kept.append((f"{setting}={_short(value)}", ", ".join(named) or f"default of {self.library}"))
+        named = [_told(key, self.given[key]) for key in sources if self.has(key)]
+        self.kept.append((_told(setting, value), ", ".join(named) or f"default of {self.library}"))
 
     def move(self, key: str, setting: str, default: Any = ABSENT) -> Any:
         """Set a setting to the value of a key of the same meaning; gives it. Without a value and a default, nothing."""
@@ -94,7 +137,7 @@ class Conversion:
         if any((value is not True and value is not False and value == one) or value is one for one in harmless):
             self.idle.append(key)
         else:
-            self.left.append((f"{key}={_short(value)}", advice))
+            self.left.append((_told(key, value), advice))
 
     def rest(self, harmless: Mapping[str, str], unsupported: Mapping[str, str]) -> None:
         """Note what becomes of all keys that nobody read.
@@ -104,7 +147,7 @@ class Conversion:
             unsupported: patterns of keys, and what to do.
         """
         self._told.update([*self.idle, *(key.partition("=")[0] for key, _ in self.left)])
-        self.idle += [key for key in self.given if key in self._read and key not in self._told]
+        self.together += [key for key in self.given if key in self._read and key not in self._told]
         known = [*self._read, *(pattern for pattern in harmless if "*" not in pattern)]
         for key in self.given:
             if key in self._read:
@@ -113,11 +156,11 @@ class Conversion:
             if empty or any(fnmatchcase(key, pattern) for pattern in harmless):
                 self.idle.append(key)
             elif advice := [text for pattern, text in unsupported.items() if fnmatchcase(key, pattern)]:
-                self.left.append((f"{key}={_short(self.given[key])}", advice[0]))
+                self.left.append((_told(key, self.given[key]), advice[0]))
             else:
                 near = get_close_matches(key, known, 1, cutoff=0.85)
                 meant = f"did you mean {near[0]}?" if near else f"it is no key of {self.library} that is known here"
-                self.left.append((f"{key}={_short(self.given[key])}", meant))
+                self.left.append((_told(key, self.given[key]), meant))
 
     def nested(self) -> dict[str, Any]:
         """The settings with a mapping for each section."""
@@ -142,10 +185,9 @@ class Conversion:
         if self.left:
             lines.append(f"{len(self.left)} keys have no counterpart:")
             lines += [f"  {key}: {advice}" for key, advice in self.left]
-        if self.idle:
-            lines.append(
-                f"{len(self.idle)} keys change nothing here, or go with others: {', '.join(sorted(self.idle))}"
-            )
+        for keys, what in ((self.together, "were read together with others"), (self.idle, "change nothing here")):
+            if keys:
+                lines.append(f"{len(keys)} keys {what}: {', '.join(sorted(keys))}")
         return "\n".join(lines)
 
 
@@ -166,6 +208,20 @@ def rows_in(files: Any) -> int | None:
     except (UsageError, OSError, ImportError, TypeError, ValueError):
         return None
     return total
+
+
+def _told(key: str, value: Any) -> str:
+    """A key with its value for people, and for logs: without secrets."""
+    return f"{key}={_short(_masked(key, value))}"
+
+
+def _masked(key: str, value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {name: _masked(str(name), one) for name, one in value.items()}
+    if isinstance(value, list):
+        return [_masked(key, one) for one in value]
+    secret = any(word in key.lower().rpartition(".")[2] for word in SECRETS)
+    return "…" if secret and isinstance(value, str) else value
 
 
 def _short(value: Any) -> str:

@@ -13,6 +13,7 @@ from rlmesh.rl.migration import trl, verl
 from rlmesh.rl.migration.keys import Conversion, flattened
 from rlmesh.rl.trainers.config_files import read_values, settings_fault
 from rlmesh.rl.trainers.config_reader import as_mapping, read_run
+from rlmesh.rl.trainers.settings import parsed
 
 __all__ = ["SOURCES", "converted", "load_converted"]
 
@@ -34,7 +35,7 @@ def load_converted(
     Raises:
         UsageError: lists all faults.
     """
-    found = converted(read_values(Path(config)) if isinstance(config, (str, Path)) else config, source)
+    found = converted(read_values(Path(config)) if isinstance(config, (str, Path)) else config, source, overrides)
     sys.path += [folder for folder in found.folders if folder not in sys.path]
     given = {text.partition("=")[0].strip() for text in overrides}
     wanting = [text for setting, text in found.wanting.items() if setting not in given]
@@ -45,12 +46,13 @@ def load_converted(
     return run, found
 
 
-def converted(config: Any, source: str) -> Conversion:
+def converted(config: Any, source: str, overrides: Sequence[str] = ()) -> Conversion:
     """Read a configuration of another library.
 
     Args:
         config: nested or dotted keys, an OmegaConf or a dataclass such as ``GRPOConfig``.
         source: one of `SOURCES`.
+        overrides: as of `load_converted`. Here only what else depends on them changes, such as shares of the steps.
 
     Raises:
         UsageError: there is no such source, or the configuration has no keys.
@@ -60,7 +62,15 @@ def converted(config: Any, source: str) -> Conversion:
         meant = f"; did you mean {near[0]!r}?" if near else ""
         raise UsageError(f"there is no source {source!r}: there is {', '.join(SOURCES)}{meant}")
     values = dict(flattened(_plain(config)))
-    return verl.convert(values) if source == "verl" else trl.convert(values, source.removeprefix("trl-"))
+    known = _parsed(overrides)
+    if source == "verl":
+        return verl.convert(values, known)
+    return trl.convert(values, source.removeprefix("trl-"), known)
+
+
+def _parsed(overrides: Sequence[str]) -> dict[str, Any]:
+    pairs = [text.partition("=") for text in overrides]
+    return {name.strip(): parsed(value.strip()) for name, _, value in pairs}
 
 
 def _plain(config: Any) -> dict[str, Any]:

@@ -8,9 +8,10 @@ last version that has it. A key that the configuration leaves out has TRL's defa
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
-from rlmesh.rl.migration.keys import ABSENT, Conversion, rows_in
+from rlmesh.rl.migration.keys import ABSENT, Conversion
 
 __all__ = ["KINDS", "convert"]
 
@@ -28,38 +29,39 @@ HARMLESS = dict.fromkeys(
     (
         "logging_*", "log_*", "disable_tqdm", "dataloader_*", "ddp_*", "hub_*", "torch_empty_cache_steps", "debug",
         "skip_memory_metrics", "save_on_each_node", "include_*", "remove_unused_columns", "label_names", "project",
-        "trackio_*", "use_liger_kernel", "liger_kernel_config", "torch_compile*", "gradient_checkpointing_kwargs",
+        "trackio_*", "liger_kernel_config", "torch_compile*", "gradient_checkpointing_kwargs",
         "ds3_gather_for_generation", "pad_to_multiple_of", "padding_free", "dataset_num_proc", "packing_strategy",
         "num_completions_to_print", "vllm_server_*", "vllm_group_port", "vllm_model_impl", "vllm_enable_sleep_mode",
-        "precompute_ref_*", "activation_offloading", "use_cache", "model_revision",
+        "precompute_ref_*", "activation_offloading", "use_cache",
         "attn_implementation", "pad_token", "eval_accumulation_steps", "per_device_eval_batch_size", "eval_packing",
         "prediction_loss_only", "local_rank", "do_train", "do_eval", "do_predict", "bf16_full_eval", "tf32",
         "fp16_full_eval", "batch_eval_metrics", "eval_do_concat_batches", "eval_use_gather_object", "eval_on_start",
         "save_only_model", "restore_callback_states_from_checkpoint", "ignore_data_skip",
         "exp_name", "local_rollout_forward_batch_size", "num_sample_generations", "world_size", "ignore_bias_buffers",
-        "cast_lm_head_to_fp32", "use_transformers_*", "transformers_continuous_batching_config", "cache_implementation",
+        "use_transformers_*", "transformers_continuous_batching_config", "cache_implementation",
         "ref_model_mixup_alpha", "ref_model_sync_steps", "sapo_temperature_*", "vespo_*",
         "entropy_coef_*", "entropy_target", "vllm_importance_sampling_*", "lora_task_type", "bnb_4bit_*",
         "use_bnb_nested_quant", "hub_token", "push_to_hub", "f_alpha_divergence_coef", "discopop_tau",
         "include_for_metrics", "dataset_streaming", "enable_jit_checkpoint", "length_column_name",
-        "train_sampling_strategy", "activation_checkpointing*", "dataset_train_split",
+        "activation_checkpointing*", "dataset_train_split",
     ),
     "",
 )  # fmt: skip
 """Patterns of keys that change no numbers here, or belong to something that is off."""
 
 
-def convert(values: dict[str, Any], kind: str) -> Conversion:
+def convert(values: dict[str, Any], kind: str, overrides: Mapping[str, Any]) -> Conversion:
     """Read a configuration.
 
     Args:
         values: by names; nested ones by dotted names.
         kind: one of `KINDS`.
+        overrides: see `Conversion`.
     """
-    c = Conversion(f"TRL's {kind}", values)
+    c = Conversion(f"TRL's {kind}", values, overrides=overrides)
     c.settings["algorithm.name"] = KINDS[kind]
     _model_and_data(c, kind)
-    processes = int(c.get("num_processes", 1))
+    processes = c.number(int, "num_processes", 1)
     if not c.has("num_processes"):
         c.left.append(
             ("num_processes (not given)", "of the accelerate configuration; 1 is assumed. Add it to the file")
@@ -82,6 +84,9 @@ def _model_and_data(c: Conversion, kind: str) -> None:
     c.move("eval_dataset", "validation")
     for key in ("dataset_name", "datasets", "dataset_config", "dataset_test_split"):
         c.leave(key, "give files of rows: --set data=FILE.parquet", unless="test")
+    c.leave("model_revision", "download that revision, and name its folder as model", unless="main")
+    c.leave("cast_lm_head_to_fp32", "the head computes in the precision of passes: actor.precision", unless=False)
+    c.leave("train_sampling_strategy", "rows are shuffled, by seed and epoch", unless="random")
     c.leave("trust_remote_code", "models run no code of their own here", unless=False)
     c.leave("model_init_kwargs", "the model is loaded in float32 from its folder")
     c.leave("dtype", "weights in training are float32; actor.precision is that of passes", unless=("float32", "auto"))
@@ -94,7 +99,7 @@ def _model_and_data(c: Conversion, kind: str) -> None:
 
 
 def _batch(c: Conversion, processes: int) -> int:
-    rows, passes = int(c.get("per_device_train_batch_size", 8)), int(c.get("gradient_accumulation_steps", 1))
+    rows, passes = c.number(int, "per_device_train_batch_size", 8), c.number(int, "gradient_accumulation_steps", 1)
     return rows * passes * processes
 
 
@@ -109,18 +114,24 @@ def _grpo(c: Conversion, processes: int) -> tuple[int, int]:
 
 def _grpo_batch(c: Conversion, processes: int) -> tuple[int, int]:
     """Prompts per step, and optimizer steps per step of the run."""
-    samples = int(c.move("num_generations", "algorithm.samples", 8))
-    each = int(c.get("per_device_train_batch_size", 8)) * processes
-    passes = int(c.get("gradient_accumulation_steps", 1))
-    generations = c.get("generation_batch_size")
-    steps = int(c.get("steps_per_generation", passes)) if generations is None else int(generations) // each
-    whole = each * steps if generations is None else int(generations)
-    if whole % samples or steps % passes or (generations is not None and whole % each):
+    samples = c.number(int, "num_generations", 8)
+    c.set("algorithm.samples", samples, "num_generations")
+    each = c.number(int, "per_device_train_batch_size", 8) * processes
+    passes = c.number(int, "gradient_accumulation_steps", 1)
+    generations = c.number(int, "generation_batch_size", 0) or None
+    steps = c.number(int, "steps_per_generation", passes) if generations is None else generations // each
+    whole = each * steps if generations is None else generations
+    if (
+        min(samples, passes, steps) < 1
+        or whole % samples
+        or steps % passes
+        or (generations is not None and whole % each)
+    ):
         c.faults.append(
             f"{whole} completions per generation must be divisible by num_generations={samples}, and their {steps} "
             f"passes by gradient_accumulation_steps={passes}"
         )
-        return max(1, whole // samples), 1
+        return 1, 1
     prompts, minibatches = whole // samples, steps // passes
     c.set(
         "batch_size", prompts, "per_device_train_batch_size", "steps_per_generation", "generation_batch_size",
@@ -129,18 +140,23 @@ def _grpo_batch(c: Conversion, processes: int) -> tuple[int, int]:
     if prompts % minibatches:
         c.faults.append(f"{minibatches} optimizer steps per generation must divide its {prompts} prompts")
     c.set("actor.minibatches", minibatches, "steps_per_generation", "gradient_accumulation_steps")
-    epochs = int(c.move("num_iterations", "actor.epochs", 1))
+    epochs = c.number(int, "num_iterations", 1)
+    c.set("actor.epochs", epochs, "num_iterations")
     return prompts, minibatches * epochs
 
 
 def _grpo_sampling(c: Conversion) -> None:
+    if c.is_null("max_completion_length"):
+        c.faults.append("max_completion_length=null: a response has a limit here; give a number")
     c.move("max_completion_length", "rollout.max_tokens", 512)
     c.move("max_prompt_length", "max_prompt_tokens")
     if not c.has("max_prompt_length"):
         c.left.append(("max_prompt_length (not given)", "prompts of more than max_prompt_tokens=1024 are left out"))
     for key in ("temperature", "top_p", "top_k", "min_p"):
         c.move(key, f"rollout.{key}")
-    c.move("num_generations_eval", "evaluation.samples")
+    several = "num_generations_eval" if c.has("num_generations_eval") else "num_generations"
+    c.set("evaluation.samples", c.number(int, several, 8), several)
+    c.set("evaluation.temperature", c.number(float, "temperature", 1.0), "temperature")
     c.move("beta", "algorithm.kl", 0.0)
     c.leave("use_bias_correction_kl", "the gradient of the divergence is unbiased", unless=True)
     c.move("entropy_coef", "algorithm.entropy")
@@ -170,9 +186,9 @@ def _grpo_loss(c: Conversion) -> None:
     if kind == "bnpo":
         c.left.append(("loss_type=bnpo", "tokens are averaged over the whole batch, as with dapo, not over a device's"))
     if aggregation == "constant":
-        c.set("algorithm.constant", float(c.get("max_completion_length", 512)), "max_completion_length")
-    low = float(c.get("epsilon", 0.2))
-    high = float(c.get("epsilon_high", low))
+        c.set("algorithm.constant", c.number(float, "max_completion_length", 512), "max_completion_length")
+    low = c.number(float, "epsilon", 0.2)
+    high = c.number(float, "epsilon_high", low)
     if loss == "cispo":
         if high < 1:
             c.faults.append(f"epsilon_high={high}: with cispo it is the largest ratio, ≥ 1")
@@ -181,9 +197,11 @@ def _grpo_loss(c: Conversion) -> None:
     elif loss != "sapo":
         c.set("algorithm.clip_low", low, "epsilon")
         c.set("algorithm.clip_high", high, "epsilon_high", "epsilon")
-        if c.has("delta"):
+        if level == "sequence":
+            c.leave("delta", "the ratio of a sequence is not bounded by delta: leave it out")
+        else:
             c.move("delta", "algorithm.dual_clip")
-    taus = float(c.get("sapo_temperature_pos", 1.0)), float(c.get("sapo_temperature_neg", 1.05))
+    taus = c.number(float, "sapo_temperature_pos", 1.0), c.number(float, "sapo_temperature_neg", 1.05)
     if loss == "sapo" and taus != (1.0, 1.05):
         c.faults.append(f"sapo_temperature_pos and _neg={taus}: SAPO has the temperatures 1.0 and 1.05")
 
@@ -229,24 +247,34 @@ def _vllm(c: Conversion) -> None:
     if level not in ("token", "sequence") or beyond not in ("mask", "truncate"):
         c.faults.append(f"vllm_importance_sampling_mode={mode!r} has no counterpart")
         return
-    old = c.get("vllm_importance_sampling_cap", 3.0)
-    correction = {"level": level, "beyond": beyond, "upper": float(c.get("vllm_importance_sampling_clip_max", old))}
+    # The older name wins in TRL; a null is no upper bound.
+    highest = "vllm_importance_sampling_clip_max"
+    key = "vllm_importance_sampling_cap" if c.has("vllm_importance_sampling_cap") else highest
+    upper = 1e30 if c.is_null(key) else c.number(float, key, 3.0)
+    correction = {"level": level, "beyond": beyond, "upper": upper}
+    if beyond == "mask":
+        c.left.append(
+            (
+                f"vllm_importance_sampling_mode={mode}",
+                "what is masked leaves the mean of the loss and the divergence; TRL sets its weight to 0 and counts it",
+            )
+        )
     if c.has("vllm_importance_sampling_clip_min"):
-        correction["lower"] = float(c.get("vllm_importance_sampling_clip_min"))
+        correction["lower"] = c.number(float, "vllm_importance_sampling_clip_min", 0.0)
     c.set(
-        "algorithm.correction", correction, "vllm_importance_sampling_mode", "vllm_importance_sampling_clip_max",
-        "vllm_importance_sampling_clip_min", "vllm_importance_sampling_correction",
+        "algorithm.correction", correction, "vllm_importance_sampling_mode", key, "vllm_importance_sampling_clip_min",
+        "vllm_importance_sampling_correction",
     )  # fmt: skip
 
 
 def _ppo(c: Conversion, processes: int) -> tuple[int, int]:
-    prompts, minibatches = _batch(c, processes), int(c.get("num_mini_batches", 1))
+    prompts, minibatches = _batch(c, processes), c.number(int, "num_mini_batches", 1)
     c.set("batch_size", prompts, "per_device_train_batch_size", "gradient_accumulation_steps")
     if prompts % minibatches:
         c.faults.append(f"num_mini_batches={minibatches} must divide the batch of {prompts}")
     for role in ("actor", "critic"):
         c.set(f"{role}.minibatches", minibatches, "num_mini_batches")
-        c.set(f"{role}.epochs", int(c.get("num_ppo_epochs", 4)), "num_ppo_epochs")
+        c.set(f"{role}.epochs", c.number(int, "num_ppo_epochs", 4), "num_ppo_epochs")
     for key, setting, default in (
         ("kl_coef", "algorithm.kl", 0.05), ("cliprange", "algorithm.clip_low", 0.2), ("gamma", "algorithm.gamma", 1.0),
         ("cliprange_value", "algorithm.value_clip", 0.2), ("lam", "algorithm.lam", 0.95),
@@ -257,21 +285,21 @@ def _ppo(c: Conversion, processes: int) -> tuple[int, int]:
         c.set("rewards", [{"model": c.get("reward_model_path")}], "reward_model_path")
         c.set("critic.model", c.get("reward_model_path"), "reward_model_path")
     if c.has("stop_token_id"):
-        c.set("rollout.stop_token_ids", [int(c.get("stop_token_id"))], "stop_token_id")
+        c.set("rollout.stop_token_ids", [c.number(int, "stop_token_id", 0)], "stop_token_id")
     c.leave("stop_token", "a response ends with the model's end token", unless="eos")
     c.leave("kl_estimator", "the penalty in rewards is log π − log π_ref (k1)", unless="k1")
     c.leave("vf_coef", "the critic has an optimizer of its own: critic.lr")
     c.leave("missing_eos_penalty", "a reward function subtracts it where sample.finish_reason is 'length'")
     c.leave("whiten_rewards", "advantages are whitened, rewards are not", unless=False)
     if c.has("total_episodes"):
-        c.set("steps", math.ceil(int(c.get("total_episodes")) / prompts), "total_episodes")
-    return prompts, minibatches * int(c.get("num_ppo_epochs", 4))
+        c.set("steps", math.ceil(c.number(int, "total_episodes", 1) / prompts), "total_episodes")
+    return prompts, minibatches * c.number(int, "num_ppo_epochs", 4)
 
 
 def _given(c: Conversion, processes: int) -> tuple[int, int]:
     rows = _batch(c, processes)
     c.set("batch_size", rows, "per_device_train_batch_size", "gradient_accumulation_steps")
-    longest = int(c.get("max_length", 1024))
+    longest = c.number(int, "max_length", 1024)
     c.set("rollout.max_tokens", longest, "max_length")
     c.set("max_prompt_tokens", longest, "max_length")
     c.left.append(
@@ -284,8 +312,14 @@ def _given(c: Conversion, processes: int) -> tuple[int, int]:
     c.leave("dataset_kwargs", "rows have prompt and response")
     if c.library.endswith("sft"):
         c.leave("dataset_text_field", "rows have prompt and response; only responses are trained on")
-        c.leave("completion_only_loss", "only responses are trained on", unless=True)
-        c.leave("assistant_only_loss", "only the last message is trained on", unless=False)
+        for key, advice in (
+            ("completion_only_loss", "only responses are trained on, as TRL does with prompt and completion"),
+            ("assistant_only_loss", "only the last message is trained on; TRL trains on all tokens without it"),
+        ):
+            c.get(key)
+            told = f"={c.get(key)}" if c.has(key) else " (not given)"
+            if c.get(key) is not True or key == "assistant_only_loss":
+                c.left.append((f"{key}{told}", advice))
         c.leave("loss_type", "the loss is −log π of each token", unless=("nll", "chunked_nll"))
     if c.library.endswith("dpo"):
         c.move("beta", "algorithm.beta", 0.1)
@@ -303,25 +337,23 @@ def _given(c: Conversion, processes: int) -> tuple[int, int]:
 
 def _optimizer(c: Conversion, kind: str, updates: int, batch: int) -> None:
     roles = ("actor", "critic") if kind == "ppo" else ("actor",)
-    steps = int(c.get("max_steps", -1))
+    steps = c.number(int, "max_steps", -1)
     if steps > 0 and kind != "ppo":
         c.set("steps", math.ceil(steps / updates), "max_steps")
         c.get("num_train_epochs")
     elif "steps" not in c.settings:
-        epochs, rows = float(c.get("num_train_epochs", 3.0)), rows_in(c.settings.get("data"))
-        if rows is not None and rows >= batch:
-            c.set("steps", max(1, int(epochs * (rows // batch))), "num_train_epochs")
+        epochs = c.number(float, "num_train_epochs", 3.0)
+        if (passes := c.steps_of(epochs, batch)) is not None:
+            c.set("steps", passes, "num_train_epochs")
         else:
             c.wanting["steps"] = (
                 f"num_train_epochs={epochs:g}: a run counts steps, and the rows of the data cannot be counted here; "
                 "set steps=NUMBER (epochs × rows ÷ batch_size)"
             )
     schedule = str(c.get("lr_scheduler_type", "linear"))
-    warm = float(c.get("warmup_steps", 0)) / (1 if float(c.get("warmup_steps", 0)) < 1 else updates)
-    share = float(c.get("warmup_ratio", 0.0)) or (
-        warm if 0 < warm < 1 and not float(c.get("warmup_steps", 0)) >= 1 else 0.0
-    )
-    warmup = math.ceil(share * c.settings.get("steps", 0)) if share else math.ceil(warm)
+    warm = c.number(float, "warmup_steps", 0.0)
+    share = c.number(float, "warmup_ratio", 0.0) or (warm if warm < 1 else 0.0)
+    warmup = math.ceil(_of_steps(c, "warmup_ratio", share) if share else warm / updates)
     for role in roles:
         c.move("learning_rate", f"{role}.lr", LEARNING_RATES[kind])
         c.move("weight_decay", f"{role}.weight_decay")
@@ -333,6 +365,7 @@ def _optimizer(c: Conversion, kind: str, updates: int, batch: int) -> None:
         bf16 = c.get("bf16", not c.get("fp16", False))
         c.set(f"{role}.precision", "bfloat16" if bf16 else "float32", "bf16")
         c.move("gradient_checkpointing", f"{role}.activation_checkpointing", True)
+        c.move("use_liger_kernel", f"{role}.use_liger_kernel")
     if schedule not in ("linear", "constant", "constant_with_warmup"):
         c.left.append((f"lr_scheduler_type={schedule}", "the rate falls linearly to 0"))
     elif schedule == "linear" and warmup:
@@ -347,20 +380,30 @@ def _optimizer(c: Conversion, kind: str, updates: int, batch: int) -> None:
     c.leave("data_seed", "the order of the data follows from seed")
     c.leave("full_determinism", "two runs on CPUs have the same bits", unless=False)
     strategy = str(c.get("eval_strategy", "no"))
-    if strategy == "steps" and c.has("eval_steps"):
-        c.set("validate_every", max(1, round(int(c.get("eval_steps")) / updates)), "eval_steps")
+    if strategy == "steps":
+        key = "eval_steps" if c.has("eval_steps") else "logging_steps"
+        every = c.number(float, key, 10.0)
+        c.set("validate_every", max(1, round(_of_steps(c, key, every) if every < 1 else every / updates)), key)
     elif strategy == "epoch":
         c.left.append(("eval_strategy=epoch", "validate_every=STEPS"))
     for key in ("eval_steps", "eval_delay"):
         c.get(key)
     if str(c.get("save_strategy", "steps")) == "steps":
-        every = float(c.get("save_steps", 500))
-        whole = every * c.settings.get("steps", 1) if every < 1 else every / updates
+        every = c.number(float, "save_steps", 500)
+        whole = _of_steps(c, "save_steps", every) if every < 1 else every / updates
         c.set("save_every", max(1, round(whole)), "save_steps")
     else:
         c.left.append((f"save_strategy={c.get('save_strategy')}", "save_every=STEPS"))
         c.get("save_steps")
     c.move("save_total_limit", "keep_last")
+
+
+def _of_steps(c: Conversion, key: str, share: float) -> float:
+    """A share of the steps of the run; they must be known."""
+    steps = c.steps()
+    if steps is None:
+        c.wanting.setdefault("steps", f"{key}={share:g} is a share of the steps: set steps=NUMBER")
+    return share * (steps or 0)
 
 
 def _machines(c: Conversion, processes: int, kind: str) -> None:
@@ -387,7 +430,7 @@ def _machines(c: Conversion, processes: int, kind: str) -> None:
         )
     if c.get("use_peft", False):
         c.move("lora_r", "actor.lora.rank", 16)
-        c.set("actor.lora.alpha", float(c.get("lora_alpha", 32)), "lora_alpha")
+        c.set("actor.lora.alpha", c.number(float, "lora_alpha", 32), "lora_alpha")
         c.move("lora_target_modules", "actor.lora.target_modules")
         c.leave("lora_dropout", "an adapter has no dropout", unless=0.0)
         for key in ("lora_modules_to_save", "lora_target_parameters", "use_rslora", "use_dora"):

@@ -6,10 +6,11 @@ key that the configuration leaves out has verl's default where that differs from
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from rlmesh.rl.migration.keys import Conversion, rows_in
+from rlmesh.rl.migration.keys import Conversion
 from rlmesh.rl.migration.verl_keys import ACTOR, HARMLESS, MODEL, ROLLOUT, UNSUPPORTED
 
 __all__ = ["convert"]
@@ -28,13 +29,14 @@ TRACKERS = ("wandb", "mlflow", "trackio")
 GSM8K, MATH = ["openai/gsm8k"], ["lighteval/MATH", "DigitalLearningGmbH/MATH-lighteval", "HuggingFaceH4/MATH-500"]
 
 
-def convert(values: dict[str, Any]) -> Conversion:
+def convert(values: dict[str, Any], overrides: Mapping[str, Any]) -> Conversion:
     """Read a configuration.
 
     Args:
         values: by dotted keys.
+        overrides: see `Conversion`.
     """
-    c = Conversion("verl", values)
+    c = Conversion("verl", values, overrides=overrides)
     _model_and_data(c)
     batch = _batch(c)
     algorithm = _algorithm(c)
@@ -43,6 +45,7 @@ def convert(values: dict[str, Any]) -> Conversion:
     if algorithm == "ppo":
         _section(c, "critic", "critic", batch, lr=1e-5)
         c.move("critic.model.path", "critic.model")
+        c.leave("critic.model.lora_rank", "the critic has no adapter: all of it is trained", unless=0)
     _sampling(c)
     _machines(c)
     _trainer(c, batch)
@@ -80,7 +83,8 @@ def _model_and_data(c: Conversion) -> None:
 
 
 def _batch(c: Conversion) -> int:
-    batch = int(c.move("data.train_batch_size", "batch_size", 1024))
+    batch = c.number(int, "data.train_batch_size", 1024)
+    c.set("batch_size", batch, "data.train_batch_size")
     c.leave("data.gen_batch_size", "rollout.oversampling=FACTOR samples more prompts than a step needs", unless=batch)
     return batch
 
@@ -93,23 +97,23 @@ def _section(c: Conversion, name: str, place: str, batch: int, *, lr: float) -> 
     c.get(f"{place}.optim.clip_grad")
     c.move(f"{place}.ppo_epochs", f"{name}.epochs", c.get(f"{ACTOR}.ppo_epochs", 1))
     key = f"{place}.ppo_mini_batch_size" if c.has(f"{place}.ppo_mini_batch_size") else f"{ACTOR}.ppo_mini_batch_size"
-    mini = int(c.get(key, 256))
-    if mini > batch or batch % mini:
+    mini = c.number(int, key, 256)
+    if mini < 1 or mini > batch or batch % mini:
         c.faults.append(f"{key}={mini} must divide data.train_batch_size={batch}: a pass has equal optimizer steps")
     else:
         c.set(f"{name}.minibatches", batch // mini, key)
     schedule = f"{place}.optim.lr_scheduler_type"
     kind = c.get(f"{place}.optim.warmup_style", c.get(schedule, "constant"))
-    least = float(c.get(f"{place}.optim.min_lr_ratio", 0.0))
+    least = c.number(float, f"{place}.optim.min_lr_ratio", 0.0)
     if kind != "constant":
         c.left.append((f"{schedule}={kind}", f"the rate falls linearly, to {name}.final_lr={least:g} of its peak"))
         c.set(f"{name}.final_lr", least, f"{place}.optim.min_lr_ratio")
     ratio, steps = (
-        float(c.get(f"{place}.optim.lr_warmup_steps_ratio", 0.0)),
-        c.get(f"{place}.optim.lr_warmup_steps", -1),
+        c.number(float, f"{place}.optim.lr_warmup_steps_ratio", 0.0),
+        c.number(int, f"{place}.optim.lr_warmup_steps", -1),
     )
-    if int(steps) > 0:
-        c.set(f"{name}.warmup_steps", int(steps), f"{place}.optim.lr_warmup_steps")
+    if steps > 0:
+        c.set(f"{name}.warmup_steps", steps, f"{place}.optim.lr_warmup_steps")
     elif ratio:
         c.settings[f"{name}.warmup_steps"] = ratio  # a share of the steps, which `_trainer` knows
     c.leave(f"{place}.optim.betas", "AdamW has the betas 0.9 and 0.999", unless=[0.9, 0.999])
@@ -124,6 +128,9 @@ def _section(c: Conversion, name: str, place: str, batch: int, *, lr: float) -> 
         c.faults.append(f"{place}.fsdp_config.dtype={dtype!r}: there is bfloat16 and float32")
     else:
         c.set(f"{name}.precision", precision, f"{place}.fsdp_config.dtype" if name == "actor" else "critic.fsdp.dtype")
+    c.move(f"{model}.use_liger", f"{name}.use_liger_kernel")
+    dtypes = f"{place}.fsdp_config.model_dtype" if name == "actor" else "critic.fsdp.model_dtype"
+    c.leave(dtypes, f"weights in training are float32; {name}.precision is that of passes", unless=("fp32", "float32"))
     _token_budget(c, name, place)
     for key in (f"{place}.ulysses_sequence_parallel_size", f"{place}.fsdp_config.ulysses_sequence_parallel_size"):
         c.leave(key, f"a sequence is on one rank: lower {name}.token_budget, or use more ranks", unless=1)
@@ -134,20 +141,22 @@ def _token_budget(c: Conversion, name: str, place: str) -> None:
     if c.get(f"{place}.use_dynamic_bsz", c.get(f"{ACTOR}.use_dynamic_bsz", False)) or rows is None:
         c.move(f"{place}.ppo_max_token_len_per_gpu", f"{name}.token_budget", 16384 if name == "actor" else 32768)
         return
-    longest = int(c.get("data.max_prompt_length", 512)) + int(c.get("data.max_response_length", 512))
-    c.set(f"{name}.token_budget", int(rows) * longest, f"{place}.ppo_micro_batch_size_per_gpu")
+    longest = c.number(int, "data.max_prompt_length", 512) + c.number(int, "data.max_response_length", 512)
+    key = f"{place}.ppo_micro_batch_size_per_gpu"
+    each = c.number(int, key if c.has(key) else f"{place}.ppo_micro_batch_size", 1)
+    c.set(f"{name}.token_budget", each * longest, key)
 
 
 def _algorithm(c: Conversion) -> str:
     estimator = str(c.get("algorithm.adv_estimator", "gae"))
-    in_loss = float(c.get(f"{ACTOR}.kl_loss_coef", 0.001)) if c.get(f"{ACTOR}.use_kl_loss", False) else 0.0
+    in_loss = c.number(float, f"{ACTOR}.kl_loss_coef", 0.001) if c.get(f"{ACTOR}.use_kl_loss", False) else 0.0
     in_reward = 0.0
     if c.get("algorithm.use_kl_in_reward", False):
-        in_reward = float(c.get("algorithm.kl_ctrl.kl_coef", 0.001))
+        in_reward = c.number(float, "algorithm.kl_ctrl.kl_coef", 0.001)
         c.leave("algorithm.kl_ctrl.type", "the weight of the penalty is fixed", unless="fixed")
         c.leave("algorithm.kl_penalty", "the penalty in rewards is log π − log π_ref (k1)", unless=("kl", "k1"))
     c.move(f"{ROLLOUT}.n", "algorithm.samples", 1)
-    c.set("algorithm.entropy", float(c.get(f"{ACTOR}.entropy_coeff", 0.0)), f"{ACTOR}.entropy_coeff")
+    c.set("algorithm.entropy", c.number(float, f"{ACTOR}.entropy_coeff", 0.0), f"{ACTOR}.entropy_coeff")
     _correction(c)
     if estimator in ("gae", "reinforce_plus_plus"):
         name = "ppo" if estimator == "gae" else "reinforce++"
@@ -198,17 +207,17 @@ def _loss(c: Conversion, name: str) -> None:
         mode = "vanilla"
     if name == "grpo":
         c.set("algorithm.loss", losses[mode], f"{ACTOR}.policy_loss.loss_mode")
-    usual = c.get(f"{ACTOR}.clip_ratio", 0.2)
-    if mode != "sapo":
-        c.set(
-            "algorithm.clip_low",
-            c.get(f"{ACTOR}.clip_ratio_low", usual),
-            f"{ACTOR}.clip_ratio_low",
-            f"{ACTOR}.clip_ratio",
-        )
-        c.set(
-            "algorithm.clip_high", c.get(f"{ACTOR}.clip_ratio_high", usual), f"{ACTOR}.clip_ratio_high",
-            f"{ACTOR}.clip_ratio",
+    used = mode != "sapo" and (c.is_null(f"{ACTOR}.clip_ratio_low") or c.is_null(f"{ACTOR}.clip_ratio_high"))
+    for side in ("low", "high") if mode != "sapo" else ():
+        key, sources = f"{ACTOR}.clip_ratio_{side}", [f"{ACTOR}.clip_ratio_{side}"]
+        # Both are 0.2 in verl's own configuration: only with a null does clip_ratio take their place.
+        if c.is_null(key):
+            sources.append(f"{ACTOR}.clip_ratio")
+        c.set(f"algorithm.clip_{side}", c.number(float, sources[-1], 0.2), *sources)
+    if not used:
+        c.leave(
+            f"{ACTOR}.clip_ratio", "verl reads clip_ratio_low and clip_ratio_high, which are 0.2 unless set: set these",
+            unless=0.2,
         )  # fmt: skip
     if mode == "vanilla" and name:
         c.move(f"{ACTOR}.clip_ratio_c", "algorithm.dual_clip", 3.0)
@@ -222,14 +231,25 @@ def _loss(c: Conversion, name: str) -> None:
         if c.has(f"{ACTOR}.policy_loss.{key}"):
             c.idle.append(f"{ACTOR}.policy_loss.{key}")
     given = str(c.get(f"{ACTOR}.loss_agg_mode", "token-mean"))
+    if mode in ("gspo", "sapo"):
+        # verl aggregates these per sequence, whatever loss_agg_mode says; that is for the divergence only.
+        c.set("algorithm.aggregation", "sequence-mean", f"{ACTOR}.policy_loss.loss_mode")
+        if c.has(f"{ACTOR}.loss_agg_mode") or c.get(f"{ACTOR}.use_kl_loss", False):
+            c.left.append(
+                (
+                    f"{ACTOR}.loss_agg_mode={given}",
+                    f"in verl it is for the divergence only, since {mode} has seq-mean-token-mean; here both are so",
+                )
+            )
+        return
     aggregation = AGGREGATIONS.get(given)
     if aggregation is None or (aggregation == "constant" and name != "grpo"):
         c.faults.append(f"{ACTOR}.loss_agg_mode={given!r} has no counterpart for {name or 'this algorithm'}")
         return
     c.set("algorithm.aggregation", aggregation, f"{ACTOR}.loss_agg_mode")
     if aggregation == "constant":
-        longest = c.get(f"{ACTOR}.loss_scale_factor", c.get("data.max_response_length", 512))
-        c.set("algorithm.constant", float(longest) if given.endswith("norm") else 1.0, f"{ACTOR}.loss_scale_factor")
+        longest = c.number(float, f"{ACTOR}.loss_scale_factor", c.number(float, "data.max_response_length", 512))
+        c.set("algorithm.constant", longest if given.endswith("norm") else 1.0, f"{ACTOR}.loss_scale_factor")
     else:
         c.leave(f"{ACTOR}.loss_scale_factor", "of the aggregation seq-mean-token-sum-norm")
 
@@ -238,13 +258,14 @@ def _correction(c: Conversion) -> None:
     place = "algorithm.rollout_correction"
     level = c.get(f"{place}.rollout_is")
     if level in ("token", "sequence"):
-        upper = float(c.get(f"{place}.rollout_is_threshold", 2.0))
-        c.set(
-            "algorithm.correction",
-            {"level": level, "upper": upper},
-            f"{place}.rollout_is",
-            f"{place}.rollout_is_threshold",
-        )
+        key = f"{place}.rollout_is_threshold"
+        bounds: dict[str, Any] = {}
+        low, pair, high = str(c.get(key, 2.0)).partition("_")
+        try:
+            bounds = {"beyond": "mask", "lower": float(low), "upper": float(high)} if pair else {"upper": float(low)}
+        except ValueError:
+            c.faults.append(f"{key}={c.get(key)!r} must be a number, or LOWER_UPPER, beyond which samples are masked")
+        c.set("algorithm.correction", {"level": level, **bounds}, f"{place}.rollout_is", key)
     elif level is not None:
         c.faults.append(f"{place}.rollout_is={level!r}: there is token and sequence")
     c.get(f"{place}.rollout_is_threshold")
@@ -255,6 +276,7 @@ def _correction(c: Conversion) -> None:
 
 def _rewards(c: Conversion) -> None:
     made: list[dict[str, Any]] = []
+    custom = False
     for place in ("reward.custom_reward_function", "custom_reward_function"):
         path, name = c.get(f"{place}.path"), c.get(f"{place}.name", "compute_score")
         if path is None:
@@ -264,12 +286,18 @@ def _rewards(c: Conversion) -> None:
         options = {key.rpartition(".")[2]: c.get(key) for key in c.given if key.startswith(f"{place}.reward_kwargs.")}
         made.append({"function": f"{file.stem}:{name}"} | ({"options": options} if options else {}))
         c.set("rewards", made, f"{place}.path", f"{place}.name")
+        custom = True
         break
     else:
         made = [{"function": "gsm8k", "sources": GSM8K}, {"function": "math", "sources": MATH}]
         c.set("rewards", made, "data.reward_fn_key")
     for place, model in (("reward.reward_model", "model_path"), ("reward_model", "model.path")):
-        if c.get(f"{place}.enable", False):
+        if c.get(f"{place}.enable", False) and custom:
+            c.get(f"{place}.{model}")
+            c.left.append(
+                (f"{place}.enable=True", "verl's function asks this model; name the judge in a reward of your own")
+            )
+        elif c.get(f"{place}.enable", False):
             c.set("rewards", [{"model": c.get(f"{place}.{model}")}], f"{place}.enable", f"{place}.{model}")
     c.move("reward.num_workers", "reward_workers")
     for key in ("reward.reward_manager.name", "reward_model.reward_manager"):
@@ -277,15 +305,17 @@ def _rewards(c: Conversion) -> None:
     for place in ("reward.reward_kwargs", "reward_model.reward_kwargs", "reward_model", "reward"):
         buffer = f"{place}.overlong_buffer" if place in ("reward_model", "reward") else f"{place}.overlong_buffer_cfg"
         if c.get(f"{buffer}.enable", False):
-            longest = int(c.get("data.max_response_length", 512))
-            c.set("algorithm.overlong", [longest, int(c.get(f"{buffer}.len", 0))], f"{buffer}.enable", f"{buffer}.len")
+            longest = c.number(int, "data.max_response_length", 512)
+            c.set(
+                "algorithm.overlong", [longest, c.number(int, f"{buffer}.len", 0)], f"{buffer}.enable", f"{buffer}.len"
+            )
             c.leave(f"{buffer}.penalty_factor", "the penalty rises to 1", unless=1.0)
 
 
 def _sampling(c: Conversion) -> None:
     c.move(f"{ROLLOUT}.temperature", "rollout.temperature", 1.0)
     c.move(f"{ROLLOUT}.top_p", "rollout.top_p")
-    top_k = int(c.get(f"{ROLLOUT}.top_k", -1))
+    top_k = c.number(int, f"{ROLLOUT}.top_k", -1)
     c.set("rollout.top_k", 0 if top_k < 0 else top_k, f"{ROLLOUT}.top_k")
     name, mode = str(c.get(f"{ROLLOUT}.name", "vllm")), c.get(f"{ROLLOUT}.mode", "async")
     if name == "hf":
@@ -294,13 +324,8 @@ def _sampling(c: Conversion) -> None:
         c.set("rollout.engine", "vllm-async" if mode == "async" else "vllm", f"{ROLLOUT}.name", f"{ROLLOUT}.mode")
         if name != "vllm":
             c.left.append((f"{ROLLOUT}.name={name}", "there is no such engine; vLLM is used instead"))
-        for key in (
-            "gpu_memory_utilization",
-            "max_num_seqs",
-            "max_num_batched_tokens",
-            "enforce_eager",
-            "max_model_len",
-        ):
+        c.move(f"{ROLLOUT}.gpu_memory_utilization", "rollout.options.gpu_memory_utilization", 0.5)
+        for key in ("max_num_seqs", "max_num_batched_tokens", "enforce_eager", "max_model_len"):
             c.move(f"{ROLLOUT}.{key}", f"rollout.options.{key}")
         c.move(f"{ROLLOUT}.dtype", "rollout.dtype", "bfloat16")
     for key in ("enable_chunked_prefill", "enable_prefix_caching", "cudagraph_capture_sizes"):
@@ -322,13 +347,16 @@ def _sampling(c: Conversion) -> None:
         )
     kwargs = f"{ROLLOUT}.val_kwargs"
     c.move(f"{kwargs}.n", "evaluation.samples", 1)
-    warm = float(c.get(f"{kwargs}.temperature", 0.0)) if c.get(f"{kwargs}.do_sample", False) else 0.0
-    c.set("evaluation.temperature", warm, f"{kwargs}.temperature", f"{kwargs}.do_sample")
+    warm, sources = c.number(float, f"{kwargs}.temperature", 0.0), [f"{kwargs}.temperature"]
+    if name == "hf" or mode != "async":  # the asynchronous engines look at the temperature only
+        sources.append(f"{kwargs}.do_sample")
+        warm = warm if c.get(f"{kwargs}.do_sample", False) else 0.0
+    c.set("evaluation.temperature", warm, *sources)
     c.leave(f"{kwargs}.top_p", "validation samples from the whole vocabulary", unless=1.0)
     c.leave(f"{kwargs}.top_k", "validation samples from the whole vocabulary", unless=-1)
     if c.get("algorithm.filter_groups.enable", False):
         c.set("rollout.dynamic_sampling", True, "algorithm.filter_groups.enable")
-        batches = int(c.get("algorithm.filter_groups.max_num_gen_batches", 0))
+        batches = c.number(int, "algorithm.filter_groups.max_num_gen_batches", 0)
         if batches > 0:
             c.set("rollout.refill", float(batches - 1), "algorithm.filter_groups.max_num_gen_batches")
         else:
@@ -349,7 +377,7 @@ def _machines(c: Conversion) -> None:
     else:
         c.faults.append(f"{ACTOR}.strategy={strategy!r} has no counterpart: there is {', '.join(STRATEGIES)}")
     c.get("critic.strategy")
-    nodes, each = int(c.get("trainer.nnodes", 1)), int(c.get("trainer.n_gpus_per_node", 8))
+    nodes, each = c.number(int, "trainer.nnodes", 1), c.number(int, "trainer.n_gpus_per_node", 8)
     if nodes != 1:
         c.set("nodes", nodes, "trainer.nnodes")
     if c.get("trainer.device", "cuda") == "cpu":
@@ -359,10 +387,10 @@ def _machines(c: Conversion) -> None:
     for setting in ("actor.ranks", "rollout.engines", *(["critic.ranks"] if "critic.lr" in c.settings else [])):
         c.set(setting, nodes * each, "trainer.nnodes", "trainer.n_gpus_per_node")
     c.set("placement", "fused", "actor_rollout_ref.hybrid_engine")
-    rank = int(c.get(f"{MODEL}.lora_rank", 0))
+    rank = c.number(int, f"{MODEL}.lora_rank", 0)
     if rank:
         c.set("actor.lora.rank", rank, f"{MODEL}.lora_rank")
-        c.set("actor.lora.alpha", float(c.get(f"{MODEL}.lora_alpha", 16)), f"{MODEL}.lora_alpha")
+        c.set("actor.lora.alpha", c.number(float, f"{MODEL}.lora_alpha", 16), f"{MODEL}.lora_alpha")
         c.move(f"{MODEL}.target_modules", "actor.lora.target_modules")
     for key in ("lora_alpha", "target_modules"):
         c.get(f"{MODEL}.{key}")
@@ -373,12 +401,12 @@ def _machines(c: Conversion) -> None:
 def _trainer(c: Conversion, batch: int) -> None:
     steps = c.get("trainer.total_training_steps")
     if steps is not None:
-        c.set("steps", int(steps), "trainer.total_training_steps")
+        c.set("steps", c.number(int, "trainer.total_training_steps", 1), "trainer.total_training_steps")
         c.get("trainer.total_epochs")
     else:
-        epochs, rows = int(c.get("trainer.total_epochs", 30)), rows_in(c.settings.get("data"))
-        if rows is not None and rows >= batch:
-            c.set("steps", epochs * (rows // batch), "trainer.total_epochs")
+        epochs = c.number(int, "trainer.total_epochs", 30)
+        if (whole := c.steps_of(epochs, batch)) is not None:
+            c.set("steps", whole, "trainer.total_epochs")
         else:
             c.wanting["steps"] = (
                 f"trainer.total_epochs={epochs}: a run counts steps, and the rows of the data cannot be counted here; "
@@ -388,15 +416,18 @@ def _trainer(c: Conversion, batch: int) -> None:
         share = c.settings.get(f"{name}.warmup_steps")
         if isinstance(share, float):
             place = ACTOR if name == "actor" else "critic"
-            c.set(
-                f"{name}.warmup_steps", int(share * c.settings.get("steps", 0)), f"{place}.optim.lr_warmup_steps_ratio"
-            )
-    every = int(c.get("trainer.save_freq", -1))
+            key, whole = f"{place}.optim.lr_warmup_steps_ratio", c.steps()
+            if whole is None:
+                del c.settings[f"{name}.warmup_steps"]
+                c.wanting.setdefault("steps", f"{key}={share:g} is a share of the steps: set steps=NUMBER")
+            else:
+                c.set(f"{name}.warmup_steps", int(share * whole), key)
+    every = c.number(int, "trainer.save_freq", -1)
     if every > 0:
         c.set("save_every", every, "trainer.save_freq")
-    elif "steps" in c.settings:
-        c.set("save_every", c.settings["steps"], "trainer.save_freq")
-    c.set("validate_every", max(int(c.get("trainer.test_freq", -1)), 0), "trainer.test_freq")
+    elif (last := c.steps()) is not None:
+        c.set("save_every", last, "trainer.save_freq")
+    c.set("validate_every", max(c.number(int, "trainer.test_freq", -1), 0), "trainer.test_freq")
     c.move("trainer.max_actor_ckpt_to_keep", "keep_last")
     loggers = c.get("trainer.logger", [])
     loggers = [loggers] if isinstance(loggers, str) else list(loggers)

@@ -71,7 +71,7 @@ HARMLESS = {
     "*.qat.*": "off",
     "*.mtp.*": "off",
     f"{MODEL}.lora.*": "of the Megatron engine; the adapter is lora_rank",
-    "critic.model.lora*": "the critic has no adapter",
+    "critic.model.lora_alpha": "of lora_rank",
     "critic.model.*": "the critic's model",
     "critic.*": "the critic, where an algorithm needs it",
     "data.return_*": "rows keep all columns",

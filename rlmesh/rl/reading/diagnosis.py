@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
 from rlmesh.errors import UsageError
@@ -34,6 +34,12 @@ ROOM, FULL = 0.75, 0.92
 """Shares of memory in use up to which a pass may grow, and above which a run is near its limit."""
 GROWTH = 8
 """The largest factor by which an advice changes a number at once."""
+
+
+OTHER_TRAINING = (
+    "algorithm.kl", "algorithm.correction", "actor.lora.rank", "batch_size", "pipeline", "rollout.oversampling",
+)  # fmt: skip
+"""Settings that save time and change what is trained, some of which a run that goes on refuses."""
 
 
 @dataclass(frozen=True)
@@ -108,6 +114,8 @@ def diagnose(steps: Sequence[StepReported], run: Run | None = None) -> Diagnosis
     parts = figures.parts()
     bottleneck = max(parts, key=lambda part: parts[part])
     advice = _ADVICE[bottleneck](figures, parts, run)
+    if advice.setting in OTHER_TRAINING:
+        advice = replace(advice, why=f"{advice.why}; this changes what is trained, so begin a new run with it")
     return Diagnosis(
         chosen[0].step, chosen[-1].step, len(chosen), sum(parts.values()), parts, bottleneck, advice,
         tuple(_notes(figures, parts, run, bottleneck)),

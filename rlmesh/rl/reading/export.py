@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -52,13 +53,12 @@ def export(source: str | Path, folder: str | Path, *, step: int | None = None) -
 
 
 def _copied(model: Path, folder: Path, steps: int) -> int:
-    aside = folder.with_name(f".{folder.name}.tmp")
-    shutil.rmtree(aside, ignore_errors=True)
     folder.parent.mkdir(parents=True, exist_ok=True)
-    shutil.copytree(model, aside)
-    if folder.exists():
-        folder.rmdir()
-    aside.replace(folder)
+    with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent) as aside:
+        copy = shutil.copytree(model, Path(aside) / folder.name)
+        if folder.exists():
+            folder.rmdir()
+        copy.replace(folder)
     return steps
 
 

@@ -26,7 +26,6 @@ class StepReported:
         step: of the run.
         at: seconds since 1970.
         metrics: by name; numbers that are not finite are left out.
-        validated: a validation of these weights was reported with the step.
     """
 
     step: int
@@ -35,6 +34,7 @@ class StepReported:
 
     @property
     def validated(self) -> bool:
+        """True if a validation of these weights was reported with the step."""
         return any(name.startswith("val/") for name in self.metrics)
 
 

@@ -20,7 +20,7 @@ from rlmesh.rl.roles.actor import ActorRole
 from rlmesh.rl.roles.host_copy import HostCopy
 from rlmesh.rl.roles.playing import PlaysEpisodes
 from rlmesh.rl.roles.reference import REFERENCE, FrozenPolicy
-from rlmesh.rl.roles.rollout import ROLLOUT, engine_params, make_rollout_engine, sample_groups
+from rlmesh.rl.roles.rollout import ROLLOUT, end_process, engine_params, make_rollout_engine, sample_groups
 from rlmesh.rl.roles.trained import TRAINING
 from rlmesh.rl.rollout.requests import GroupRequest
 
@@ -37,6 +37,8 @@ class ActorRollout(PlaysEpisodes, ActorRole):
         super().make_parts()
         self.turns.sleep()
         self.rollout_engine = self.make_rollout_engine()
+        if hasattr(self.rollout_engine, "on_lost"):
+            self.rollout_engine.on_lost = end_process
         self.turns.add(ROLLOUT, wake=self.rollout_engine.wake, sleep=lambda: self.rollout_engine.sleep(2))
 
     def teardown(self) -> None:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from rlmesh import rpc
 from rlmesh.errors import UsageError
+from rlmesh.rl.engines.growing import Growing
 from rlmesh.rl.engines.rollout import RolloutEngine, SamplingParams
 from rlmesh.rl.roles.turns import Turns
 from rlmesh.rl.rollout.episodes.maker import EpisodeMaker
@@ -60,6 +61,11 @@ class PlaysEpisodes:
         """End the endpoint and the loop of the episodes, if there are any."""
         if "_episode_maker" in self.__dict__:
             self.episode_maker.close()
+
+    @rpc(concurrent=4)
+    def tokens_sampled(self) -> int:
+        """A number that grows while the engine samples, also within a request."""
+        return Growing.sampled
 
     @rpc
     def make_episodes(self, tasks: Sequence[EpisodeTask], params: SamplingParams) -> list[list[Episode]]:

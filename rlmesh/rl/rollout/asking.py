@@ -26,7 +26,7 @@ class _Load:
         idle_since: since when it waits, because the buffer is full.
         busy_since: since when it samples.
         asked_at: when it was last asked.
-        loss: number of its last loss, among those of all engines.
+        death: number of its last death, among those of all engines.
     """
 
     up: bool = True
@@ -35,7 +35,7 @@ class _Load:
     idle_since: float | None = None
     busy_since: float | None = None
     asked_at: float = 0.0
-    loss: int = 0
+    death: int = 0
 
 
 class RequestEnd(NamedTuple):
@@ -43,11 +43,11 @@ class RequestEnd(NamedTuple):
 
     Attributes:
         alone: its group was suspected of a crash, and was all that the engine sampled.
-        loss: number of the engine's loss, the same for all that it was sampling; 0 if the engine was not lost.
+        death: number of the engine's death, the same for all that it was sampling; 0 if the engine was not lost.
     """
 
     alone: bool
-    loss: int
+    death: int
 
 
 class EngineLoads:
@@ -168,11 +168,11 @@ class EngineLoads:
         alone, load.alone = load.alone, False
         if lost:
             if load.up:
-                load.loss = next(self._numbers)
+                load.death = next(self._numbers)
             load.up = False
             if self._round_size:
                 self._lost.append(list(slots))
-        return RequestEnd(alone, load.loss if lost else 0)
+        return RequestEnd(alone, load.death if lost else 0)
 
     def measure(self, now: float, *, full: bool) -> None:
         """Add up the times for which engines wait and sample.

@@ -181,8 +181,9 @@ class SampleBuffer:
             suspect: the group may have caused the crash of this number.
         """
         if died:
-            slot.deaths += 1
             self.deaths[slot.position] = self.deaths.get(slot.position, 0) + 1
+        # Not those from before its last responses: after a resume, the ledger's number makes it a suspect.
+        slot.deaths = self.deaths.get(slot.position, 0)
         if suspect:
             slot.suspect = self.suspects[slot.position] = suspect
         slot.group, slot.versions, slot.scored = None, None, False

@@ -65,6 +65,11 @@ class Engines(Protocol):
         """The episodes of each request."""
         ...
 
+    def progress(self) -> dict[int, int]:
+        """By rank, numbers that change while an engine samples, also within a request; without engines that cannot
+        say it."""
+        ...
+
     def kind_of(self, error: BaseException) -> ErrorKind:
         """The meaning of an error of `ask`."""
         ...

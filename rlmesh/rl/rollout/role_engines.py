@@ -6,6 +6,7 @@ import re
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -23,12 +24,14 @@ from rlmesh.rl.engines.rollout import SamplingParams
 from rlmesh.rl.rollout.requests import ErrorKind, GroupRequest
 from rlmesh.rl.types import Episode
 
-__all__ = ["LOST", "PUSHES", "OwnSampling", "RoleEngines", "kind_of", "push_to_all"]
+__all__ = ["LOST", "PUSHES", "OwnSampling", "RoleEngines", "kind_of", "progress_of", "push_to_all"]
 
 LOST = (PeerLost, StaleIncarnation, Restarting)
 """Errors of calls to a member whose process died, or was replaced."""
 PUSHES = 5
 """Attempts of a push during which engines are lost."""
+PROGRESS_S = 5.0
+"""Seconds for which an engine may take to say whether it samples."""
 CRASH = re.compile(r"exited with code|killed by SIG(?:ABRT|BUS|FPE|ILL|SEGV|SYS|TRAP)\b|\(out of memory")
 """Ends of a process that a prompt may have caused, as `PeerLost.reason` tells them. Other signals come from outside."""
 
@@ -59,8 +62,21 @@ class RoleEngines:
     def episodes(self, result: Any) -> list[list[Episode]]:
         return [[Episode.of(sample) for sample in samples] for samples in result]
 
+    def progress(self) -> dict[int, int]:
+        return progress_of(self._group)
+
     def kind_of(self, error: BaseException) -> ErrorKind:
         return kind_of(error)
+
+
+def progress_of(group: Any) -> dict[int, int]:
+    """By rank, numbers that change while a member samples; without members that do not answer."""
+    quick, found = group.options(idempotent=True, timeout_s=PROGRESS_S), {}
+    asked = {rank: quick[place].call("tokens_sampled") for place, rank in enumerate(group.ranks)}
+    for rank, answer in asked.items():
+        with suppress(Exception):  # who waits only sees that nothing moves
+            found[rank] = int(answer.result())
+    return found
 
 
 def kind_of(error: BaseException) -> ErrorKind:
@@ -137,6 +153,9 @@ class OwnSampling:
     def episodes(self, result: Any) -> list[list[Episode]]:
         found: list[list[Episode]] = result
         return found
+
+    def progress(self) -> dict[int, int]:
+        return {}
 
     def kind_of(self, error: BaseException) -> ErrorKind:
         return "error"

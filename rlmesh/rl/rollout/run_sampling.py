@@ -109,9 +109,9 @@ class RunSampling:
         self.sampler.drain()
         self.sampler.trained(step)
 
-    def await_idle(self) -> None:
+    def await_idle(self) -> bool:
         """Wait until the engines are idle up to the next push, if they ever are; see `Sampler.await_idle`."""
-        self.sampler.await_idle()
+        return self.sampler.await_idle()
 
     def advance(self, version: int) -> None:
         """All engines serve a version; see `Sampler.advance`."""

@@ -13,8 +13,8 @@ rules are those of the buffer (`rlmesh.rl.rollout.buffer`); here is what concern
   the same crash are suspects no longer. So two deaths are enough, and no bystander is blamed. A death from outside,
   such as by SIGKILL or with a node, says less: groups become suspects at the second one, and are to blame at the third.
   A scorer has a process to itself, so the second death of a group's scorer is enough.
-* The training loop waits for groups as long as engines or rewards answer at times. If nothing comes for ``deadline_s``,
-  the wait ends with an error that says who is waited for.
+* The training loop waits for groups as long as rewards answer at times, or engines sample. If neither happens for
+  ``deadline_s``, the wait ends with an error that says who is waited for.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ from rlmesh.rl.rollout.asking import EngineLoads, RequestEnd
 from rlmesh.rl.rollout.buffer import GroupSlot, SampleBuffer
 from rlmesh.rl.rollout.pipeline import Pipeline
 from rlmesh.rl.rollout.requests import Engines, ErrorKind, GroupRequest, Verdict, sample_seed
+from rlmesh.rl.rollout.silence import Silence
 from rlmesh.rl.types import Group
 
 __all__ = ["POISON", "Sampler"]
@@ -47,14 +48,10 @@ POISON = "poison"
 """Begins the reason of a group that fails since it kills engines or scorers."""
 SCORERS = 4
 """Threads that have groups scored while others are sampled."""
-CLOSE_S = 10.0
-"""Seconds for which `Sampler.close` waits for its thread."""
-LOOK_S = 1.0
-"""Seconds after which a thread that waits looks again, if nothing happens."""
-DEADLINE_S = 3600.0
-"""Seconds without any answer after which a wait of the training loop ends with an error."""
-TELL_S = 600.0
-"""Seconds without any answer after which a wait is told, as an alarm."""
+CLOSE_S, LOOK_S = 10.0, 1.0
+"""Seconds for which `Sampler.close` waits for its thread, and after which a thread that waits looks again."""
+DEADLINE_S, TELL_S = 3600.0, 600.0
+"""Seconds without any progress after which a wait of the training loop ends with an error, and is told as an alarm."""
 MISSING = 3
 """Groups that the text of such an error names."""
 SUSPECT_DEATHS, POISON_DEATHS = 2, 3
@@ -89,8 +86,7 @@ class Sampler:
         samples: responses per prompt.
         seed: of the run.
         in_flight: groups that one engine samples at a time, in a pipeline that does not drain.
-        background: sample while the loop trains.
-        deadline_s: see the module.
+        background, deadline_s: sample while the loop trains; see the module.
         note: called with a sentence about each group that is set aside, and about a wait that is long.
         revive: gives weights to engines that have none; called on the loop's thread when no other engine is left.
         clock: seconds.
@@ -112,8 +108,7 @@ class Sampler:
         self._prompts: dict[int, Drawn] = {}
         self._asked: set[Future[Any]] = set()
         self._scoring: dict[Future[list[Group]], list[GroupSlot]] = {}
-        self._moved_at = clock()
-        """When an engine was last asked, or an engine or a reward last answered."""
+        self._silence = Silence(engines.progress, deadline_s, lambda: self._clock())
         self._scorer_deaths: dict[int, int] = {}
         self._events: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
         self._changed = threading.Condition()
@@ -161,15 +156,16 @@ class Sampler:
         if self.pipeline.drains and self._background:
             self._wait_for_samples(self._is_drained, "the end of sampling", revives=False)
 
-    def await_idle(self) -> None:
-        """In a pipeline that drains, wait until the engines have nothing to do before the next push, or until an error
-        or the end of the run. For any thread; errors are left to the training loop."""
+    def await_idle(self) -> bool:
+        """In a pipeline that drains, wait until the engines have nothing to do before the next push. False if an error,
+        a pause or the end of the run comes first. For any thread; errors are left to the training loop."""
         with self._changed:
             generation = self._generation
             while self.pipeline.drains and self._background and not self._is_drained():
-                if self._ends or self._error is not None or generation != self._generation:
-                    return
+                if self._ends or self._error is not None:
+                    return False
                 self._changed.wait(LOOK_S)
+            return generation == self._generation
 
     def advance(self, version: int) -> None:
         """Sample on: all engines serve a version."""
@@ -206,6 +202,7 @@ class Sampler:
             self._scorer_deaths.clear()
             self._error = None
             self._cancel()
+            self._changed.notify_all()
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Bring the buffer to a saved state (`SampleBuffer.restore`), after `pause`."""
@@ -280,8 +277,10 @@ class Sampler:
             self._totals.scoring_wait_s += self._totals.scored_here_s - scored_s
 
     def _wait(self, ready: Callable[[], bool], what: str, *, revives: bool = True) -> None:
-        began, told = self._clock(), False
+        told = False
+        self._silence.begin()
         while True:
+            self._silence.look()
             with self._changed:
                 if not self._background:
                     self._go_on()
@@ -290,7 +289,7 @@ class Sampler:
                     raise error
                 if ready():
                     return
-                silent_s = self._clock() - max(began, self._moved_at)
+                silent_s = self._silence.seconds
                 if silent_s >= self._deadline_s:
                     raise TimeoutError(self._waits_for(what, self._deadline_s))
                 if silent_s >= TELL_S and not told:
@@ -303,6 +302,7 @@ class Sampler:
                     continue
             if lifeless:
                 self._revive()
+                self._silence.revived()
                 with self._changed:
                     self._loads.serve(self._engines.ranks())
                 self._post()
@@ -384,7 +384,6 @@ class Sampler:
             future = Future()
             future.set_exception(error)
         self._asked.add(future)
-        self._moved_at = self._clock()
         generation = self._generation
         future.add_done_callback(lambda done: self._post(lambda: self._answered(generation, rank, slots, done)))
 
@@ -399,7 +398,7 @@ class Sampler:
         kind = None if error is None else self._engines.kind_of(error)
         ended = self._loads.end(rank, slots, lost=kind in ("crashed", "died", "no weights"))
         if error is None:
-            self._moved_at = self._clock()
+            self._silence.answered()
             for slot, episodes in zip(slots, self._engines.episodes(done.result()), strict=True):
                 drawn = self._prompt(slot.position)
                 self.buffer.sampled(slot, Group(drawn.key, tuple(episodes), drawn.prompt.row))
@@ -413,6 +412,8 @@ class Sampler:
     def _lost(self, slot: GroupSlot, kind: ErrorKind, ended: RequestEnd, told: str) -> None:
         """Note that a group must be sampled again, or that it is to blame."""
         died, crashed = kind != "no weights", kind == "crashed"
+        if died:
+            self._silence.lost()
         deaths = self.buffer.deaths.get(slot.position, 0) + died
         if died and ended.alone and (crashed or deaths >= POISON_DEATHS):
             slot.deaths += 1
@@ -420,7 +421,7 @@ class Sampler:
             return
         suspect = not slot.suspect and died and (crashed or deaths >= SUSPECT_DEATHS)
         self._totals.asked_again += 1
-        self.buffer.ask_again(slot, told, died=died, suspect=ended.loss if suspect else 0)
+        self.buffer.ask_again(slot, told, died=died, suspect=ended.death if suspect else 0)
 
     def _set_aside(self, slot: GroupSlot, why: str) -> None:
         self._totals.poisoned += 1
@@ -466,7 +467,7 @@ class Sampler:
             self._scored(slots, done.result())
 
     def _scored(self, slots: list[GroupSlot], groups: Sequence[Group]) -> None:
-        self._moved_at = self._clock()
+        self._silence.answered()
         for slot, group in zip(slots, groups, strict=True):
             verdict = self._judge(group)
             if verdict.state == "died":

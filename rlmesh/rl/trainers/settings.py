@@ -197,8 +197,9 @@ class RolloutSettings:
         refill: with dynamic sampling, at most ``refill * batch_size`` groups are left out per step; further ones stay.
         oversampling: with dynamic sampling, sample this many times the prompts that a step needs, so that groups that
             are left out have a replacement at once.
-        deadline_s: while training waits for samples, the most seconds without an answer of any engine or reward; then
-            the run ends with an error that says who is waited for.
+        deadline_s: while training waits for samples, the most seconds in which no engine samples a token and no reward
+            answers; then the run ends with an error that says who is waited for. The engine ``vllm`` tells its
+            tokens at the end of each response, and one of your own at the end of each request.
     """
 
     engine: Literal["transformers", "vllm", "vllm-async"] = "transformers"

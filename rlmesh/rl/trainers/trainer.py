@@ -459,10 +459,10 @@ class Trainer:
     def begin(self) -> None:
         """Bring all models in training to the same step, and publish the weights; at step 0, or if the
         validation of the step is missing, validate."""
-        self.validation.drop()
         before, self.holder = self.version, None
         self.connect()
         self.buffer.pause()
+        self.validation.drop()
         if self.shares:
             for role in {id(role): role for role in (self.engines, self.actor)}.values():
                 role.options(idempotent=True).call("release_devices").result()

@@ -13,6 +13,7 @@ from rlmesh import JobInfo, WorkerContext, acting_as
 from rlmesh.errors import PeerLost, UsageError, WeightsNotReady, WeightSyncError
 from rlmesh.rl.engines.rollout import Sample, SamplingParams
 from rlmesh.rl.evaluation.validation import Validation
+from rlmesh.rl.rollout.silence import Silence
 from rlmesh.rl.trainers.trainer import Trainer
 from tests.own_time import HANG_S
 
@@ -41,6 +42,16 @@ def told(monkeypatch: pytest.MonkeyPatch) -> Recorded:
     return found
 
 
+class QuietEngines:
+    """Members of which one samples as many tokens as `tokens` says."""
+
+    ranks = (0,)
+    tokens = 0
+
+    def options(self, **given: Any) -> list[Any]:
+        return [SimpleNamespace(call=lambda method: SimpleNamespace(result=lambda: self.tokens))]
+
+
 def trainer(**settings: Any) -> Any:
     """A trainer whose step `SAVED` has begun a checkpoint, without roles."""
     made: Any = Trainer()
@@ -51,7 +62,7 @@ def trainer(**settings: Any) -> Any:
     }  # fmt: skip
     made.settings = SimpleNamespace(**given | settings)
     made.__dict__ |= {
-        "actor": object(), "engines": object(), "shares": False, "algorithm": SimpleNamespace(needs=()),
+        "actor": object(), "engines": QuietEngines(), "shares": False, "algorithm": SimpleNamespace(needs=()),
         "checkpoints": SimpleNamespace(writer=SimpleNamespace(begun=SAVED)), "tell": lambda text: None,
     }  # fmt: skip
     made.validation = Validation(made)
@@ -68,7 +79,7 @@ def test_any_pipeline_validates_in_the_background(told: Recorded, staleness: int
     """Ahead of training, once the engines are idle or never; else once the step has its groups."""
     order: list[str] = []
     made = trainer(schedule=SimpleNamespace(staleness=staleness))
-    made.buffer = SimpleNamespace(await_idle=lambda: order.append("idle"))
+    made.buffer = SimpleNamespace(await_idle=lambda: order.append("idle") or True)
 
     def validate(step: int) -> dict[str, float]:
         order.append(f"validates {step}")
@@ -85,6 +96,16 @@ def test_any_pipeline_validates_in_the_background(told: Recorded, staleness: int
     assert order == (["idle"] if staleness else []) + ["validates 2"] and 2 in told.reports
 
 
+def test_engines_that_were_not_idle_are_not_validated(told: Recorded) -> None:
+    made = trainer(schedule=SimpleNamespace(staleness=1))
+    made.buffer = SimpleNamespace(await_idle=lambda: False)
+    made.validation.run = lambda step: pytest.fail("the run goes back")
+    assert made.validation.postpone(2)
+    made.validation.begin(ahead=True)
+    made.validation.drop()
+    assert told.reports == {}
+
+
 def test_a_trainer_that_samples_ahead_by_itself_validates_between_steps() -> None:
     for kind, staleness, possible in ((Trainer, 1, True), (DrawsItself, 1, False), (DrawsItself, 0, True)):
         made = trainer(schedule=SimpleNamespace(staleness=staleness))
@@ -96,12 +117,33 @@ def test_a_validation_that_hangs_ends_the_run(told: Recorded) -> None:
     ends = threading.Event()
     made = trainer(rollout=SimpleNamespace(deadline_s=0.05))
     try:
-        with pytest.raises(TimeoutError, match=r"validation of step 2, which is not over after rollout\.deadline_s"):
+        with pytest.raises(TimeoutError, match=r"step 2, in which nothing has moved for rollout\.deadline_s"):
             run_in_background(made, lambda step: {"val/never": float(ends.wait(HANG_S))})
     finally:
         ends.set()
         made.validation._thread.join(HANG_S)
     assert told.alarms == ["the training waits for the validation of step 2, for more than 0.05 s"]
+
+
+def test_a_validation_that_samples_on_is_waited_for(told: Recorded, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The deadline is of silence, and not of a whole validation."""
+    clock, ends, made = [0.0], threading.Event(), trainer(rollout=SimpleNamespace(deadline_s=1000.0))
+
+    class Ticking(Silence):
+        def __init__(self, progress: Any, deadline_s: float) -> None:
+            super().__init__(progress, deadline_s, lambda: clock[0])
+
+        def look(self) -> None:
+            clock[0] += 400.0
+            made.engines.tokens += 1
+            super().look()
+            if clock[0] > 4000.0:
+                ends.set()
+
+    monkeypatch.setattr("rlmesh.rl.evaluation.validation.LOOK_S", 0.001)
+    monkeypatch.setattr("rlmesh.rl.evaluation.validation.Silence", Ticking)
+    run_in_background(made, lambda step: {"val/over": float(ends.wait(HANG_S))})
+    assert told.reports == {2: {"val/over": 1.0}}
 
 
 @pytest.mark.parametrize("keep_best", ["val/reward_mean", "-val/letters/mean@1"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ pytest.importorskip("omegaconf")
 
 from rlmesh.cli.main import main
 from rlmesh.errors import UsageError
+from rlmesh.rl.algorithms import GRPO
 from rlmesh.rl.migration.keys import Conversion, flattened
 from rlmesh.rl.migration.reading import converted, load_converted
 from rlmesh.rl.trainers.run import Run
@@ -115,10 +117,32 @@ def told(c: Conversion) -> dict[str, str]:
     return {key.partition("=")[0]: advice for key, advice in c.left}
 
 
-def every_key_is_told(c: Conversion) -> None:
-    """No key is lost: each is in a setting, in the list of keys without counterpart, or in that of idle keys."""
-    report = c.report(whole=True)
-    assert [key for key in c.given if key not in report] == []
+def other(value: Any) -> Any:
+    """Another value of the same kind."""
+    if isinstance(value, bool):
+        return not value
+    if isinstance(value, (int, float)):
+        return value * 4 + 1
+    return "other" if isinstance(value, str) else ["other"]
+
+
+def every_key_is_told(c: Conversion, off: Sequence[str] = ()) -> None:
+    """No key is lost: each is without counterpart, changes nothing, or changes the result if its value changes.
+
+    Args:
+        c: what was read.
+        off: keys that belong to something that is off.
+    """
+    source = "verl" if c.library == "verl" else f"trl-{c.library.rpartition(' ')[2]}"
+    known = {*told(c), *c.idle, *off}
+    before = converted(c.given, source)
+    lost = []
+    for key, value in c.given.items():
+        after = converted({**c.given, key: other(value)}, source)
+        same = (after.settings, after.faults, after.wanting) == (before.settings, before.faults, before.wanting)
+        if key not in known and same and len(after.left) == len(before.left):
+            lost.append(key)
+    assert lost == []
 
 
 def test_a_run_of_verl(data: Path, tiny: Path, tmp_path: Path) -> None:
@@ -148,7 +172,8 @@ def test_a_run_of_verl(data: Path, tiny: Path, tmp_path: Path) -> None:
     ):  # fmt: skip
         assert left[key], key
     assert "actor_rollout_ref.model.use_remove_padding" in c.idle
-    every_key_is_told(c)
+    # Any mode but "async" is the one that waits for a batch; the project is that of a tracker.
+    every_key_is_told(c, off=["actor_rollout_ref.rollout.mode", "trainer.project_name"])
 
 
 def test_ppo_and_dapo_of_verl(data: Path, tiny: Path) -> None:
@@ -348,3 +373,147 @@ def test_adapters_and_trackers() -> None:
 
 def test_dotted_and_nested_keys_are_the_same() -> None:
     assert dict(flattened({"a": {"b": 1, "c": {}}, "d.e": 2})) == {"a.b": 1, "a.c": {}, "d.e": 2}
+
+
+def of_verl(data: Path, tiny: Path, changes: dict[str, Any], *overrides: str) -> tuple[Any, Conversion]:
+    values = {
+        "data.train_files": str(data), "data.train_batch_size": 4, "actor_rollout_ref.model.path": str(tiny),
+        "actor_rollout_ref.actor.ppo_mini_batch_size": 4, "trainer.total_training_steps": 7, "trainer.device": "cpu",
+        "actor_rollout_ref.rollout.name": "hf", "actor_rollout_ref.rollout.n": 2, "algorithm.adv_estimator": "grpo",
+        **changes,
+    }  # fmt: skip
+    return load_converted(values, "verl", overrides)
+
+
+def of_trl(data: Path, tiny: Path, changes: dict[str, Any], *overrides: str) -> tuple[Any, Conversion]:
+    values = {"model_name_or_path": str(tiny), "use_cpu": True, "max_steps": 3, **changes}
+    return load_converted(values, "trl-grpo", [f"data={data}", 'rewards=["gsm8k"]', *overrides])
+
+
+@pytest.mark.parametrize("mode", ["gspo", "sapo"])
+@pytest.mark.parametrize("given", [{}, {"actor_rollout_ref.actor.loss_agg_mode": "token-mean"}])
+def test_verl_aggregates_some_losses_per_sequence_whatever_it_is_told(
+    data: Path, tiny: Path, mode: str, given: dict[str, str]
+) -> None:
+    run, c = of_verl(data, tiny, {"actor_rollout_ref.actor.policy_loss.loss_mode": mode, **given})
+    assert (run.algorithm.loss, run.algorithm.aggregation) == (mode, "sequence-mean")
+    assert ("actor_rollout_ref.actor.loss_agg_mode" in told(c)) == bool(given)
+
+
+def test_shares_are_of_the_steps_that_the_run_has(data: Path, tiny: Path) -> None:
+    shares = {"warmup_ratio": 0.1, "save_steps": 0.1, "eval_strategy": "steps", "eval_steps": 0.2}
+    run, _ = of_trl(data, tiny, {"max_steps": -1, **shares}, "steps=500")
+    assert (run.actor.warmup_steps, run.save_every, run.validate_every) == (50, 50, 100)
+    run, _ = of_trl(data, tiny, {"max_steps": 30, **shares}, "steps=500")
+    assert run.actor.warmup_steps == 50
+    ratio = {"actor_rollout_ref.actor.optim.lr_warmup_steps_ratio": 0.1, "trainer.total_training_steps": None}
+    unknown = {**ratio, "data.train_files": "gone.parquet"}
+    run, _ = of_verl(data, tiny, unknown, "steps=200", f"data={data}")
+    assert (run.actor.warmup_steps, run.save_every) == (20, 200)
+    run, _ = of_verl(data, tiny, {**ratio, "trainer.total_epochs": 4}, f"data={data}")
+    assert (run.steps, run.actor.warmup_steps) == (20, 2)
+    run, _ = of_verl(data, tiny, {**ratio, "trainer.total_epochs": 10}, f"data={data}", "batch_size=10")
+    assert (run.steps, run.actor.warmup_steps) == (20, 2)
+    with pytest.raises(UsageError, match="set steps=NUMBER"):
+        of_verl(data, tiny, unknown)
+
+
+@pytest.mark.parametrize(
+    ("clips", "found", "left"),
+    [
+        ({"clip_ratio": 0.3}, (0.2, 0.2), True),
+        ({"clip_ratio": 0.3, "clip_ratio_low": None, "clip_ratio_high": None}, (0.3, 0.3), False),
+        ({"clip_ratio": 0.3, "clip_ratio_low": 0.1, "clip_ratio_high": None}, (0.1, 0.3), False),
+        ({"clip_ratio": 0.2, "clip_ratio_high": 0.28}, (0.2, 0.28), False),
+    ],
+)
+def test_clip_ratios_of_verl(data: Path, tiny: Path, clips: dict[str, Any], found: Any, left: bool) -> None:
+    run, c = of_verl(data, tiny, {f"actor_rollout_ref.actor.{key}": value for key, value in clips.items()})
+    assert (run.algorithm.clip_low, run.algorithm.clip_high) == found
+    assert ("actor_rollout_ref.actor.clip_ratio" in told(c)) == left
+
+
+def test_a_reward_function_of_verl_wins_over_a_reward_model(data: Path, tiny: Path, tmp_path: Path) -> None:
+    (tmp_path / "judging_reward.py").write_text("def compute_score(data_source, solution_str):\n    return 0.0\n")
+    both = {
+        "reward.custom_reward_function.path": str(tmp_path / "judging_reward.py"), "reward.reward_model.enable": True,
+        "reward.reward_model.model_path": str(tiny),
+    }  # fmt: skip
+    run, c = of_verl(data, tiny, both)
+    assert [one.name for one in run.scored] == ["judging_reward"] and "reward.reward_model.enable" in told(c)
+
+
+@pytest.mark.parametrize(
+    ("engine", "mode", "found"), [("vllm", "async", 0.6), ("vllm", "sync", 0.0), ("hf", "async", 0.0)]
+)
+def test_a_validation_of_verl_samples_at_its_temperature(engine: str, mode: str, found: float) -> None:
+    rollout = {"name": engine, "mode": mode, "val_kwargs.temperature": 0.6, "val_kwargs.n": 4}
+    c = converted({f"actor_rollout_ref.rollout.{key}": value for key, value in rollout.items()}, "verl")
+    assert c.settings["evaluation.temperature"] == found
+
+
+def test_numbers_and_bounds_of_verl(data: Path, tiny: Path) -> None:
+    place = "algorithm.rollout_correction"
+    run, _ = of_verl(data, tiny, {f"{place}.rollout_is": "token", f"{place}.rollout_is_threshold": "0.5_5.0"})
+    correction = run.algorithm.correction
+    assert (correction.beyond, correction.lower, correction.upper) == ("mask", 0.5, 5.0)
+    for key, value in (
+        ("trainer.nnodes", "two"), ("data.train_batch_size", "many"), ("actor_rollout_ref.actor.entropy_coeff", "low"),
+        ("trainer.total_training_steps", 2.5),
+    ):  # fmt: skip
+        with pytest.raises(UsageError, match=f"{key}={value!r} must be a"):
+            of_verl(data, tiny, {key: value})
+    with pytest.raises(UsageError, match="LOWER_UPPER"):
+        of_verl(data, tiny, {f"{place}.rollout_is": "token", f"{place}.rollout_is_threshold": "low_5.0"})
+    with pytest.raises(UsageError, match="num_generations='some' must be a whole number"):
+        of_trl(data, tiny, {"num_generations": "some"})
+
+
+def test_delta_of_trl(data: Path, tiny: Path) -> None:
+    run, _ = of_trl(data, tiny, {"delta": 2.0})
+    assert run.algorithm.dual_clip == 2.0
+    run, c = of_trl(data, tiny, {"delta": 2.0, "importance_sampling_level": "sequence"})
+    assert run.algorithm.loss == "gspo" and run.algorithm.dual_clip is None and "delta" in told(c)
+    with pytest.raises(ValueError, match="the loss 'gspo' has no dual clip"):
+        GRPO(loss="gspo", dual_clip=2.0)
+
+
+@pytest.mark.parametrize(
+    ("given", "upper"), [({}, 3.0), ({"clip_max": None}, 1e30), ({"clip_max": 2.0, "cap": 4.0}, 4.0)]
+)
+def test_bounds_of_the_correction_of_trl(data: Path, tiny: Path, given: dict[str, Any], upper: float) -> None:
+    bounds = {f"vllm_importance_sampling_{key}": value for key, value in {"clip_min": 0.5, **given}.items()}
+    run, _ = of_trl(data, tiny, {"use_vllm": True, **bounds})
+    assert (run.algorithm.correction.upper, run.algorithm.correction.lower) == (upper, 0.5)
+
+
+def test_a_null_of_trl_that_is_no_default(data: Path, tiny: Path) -> None:
+    with pytest.raises(UsageError, match="max_completion_length=null: a response has a limit"):
+        of_trl(data, tiny, {"max_completion_length": None})
+
+
+def test_keys_of_trl_that_change_what_is_trained(data: Path, tiny: Path) -> None:
+    changes = {"model_revision": "v2", "cast_lm_head_to_fp32": True, "use_liger_kernel": False}
+    run, c = of_trl(data, tiny, changes)
+    assert {"model_revision", "cast_lm_head_to_fp32"} <= {*told(c)} and run.actor.use_liger_kernel is False
+    assert (run.evaluation.samples, run.evaluation.temperature) == (8, 1.0)
+    sft = {"model_name_or_path": str(tiny), "max_steps": 1, "train_dataset": str(data)}
+    assert {"completion_only_loss (not given)", "assistant_only_loss (not given)"} <= {*told(converted(sft, "trl-sft"))}
+
+
+def test_keys_of_verl_that_change_what_is_trained(data: Path, tiny: Path) -> None:
+    dtype, liger = "actor_rollout_ref.actor.fsdp_config.model_dtype", "actor_rollout_ref.model.use_liger"
+    run, c = of_verl(data, tiny, {dtype: "bf16", liger: False})
+    assert dtype in told(c) and run.actor.use_liger_kernel is False
+    run, c = of_verl(data, tiny, {"algorithm.adv_estimator": "gae", "critic.model.lora_rank": 32})
+    assert "critic.model.lora_rank" in told(c)
+
+
+def test_secrets_are_not_told() -> None:
+    place = "reward.custom_reward_function"
+    values = {
+        f"{place}.path": "judge.py", f"{place}.reward_kwargs.api_key": "hidden", "trainer.wandb_api_key": "hidden",
+        "hub_token": "hidden",
+    }  # fmt: skip
+    report = converted(values, "verl").report(whole=True)
+    assert "wandb_api_key=…" in report and "hidden" not in report

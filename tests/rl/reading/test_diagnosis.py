@@ -205,6 +205,8 @@ def test_each_bottleneck_has_one_setting(
 ) -> None:  # fmt: skip
     found = diagnose(reports(4, **metrics), run(**changes))
     assert (found.bottleneck, found.advice.setting, found.advice.value) == (bottleneck, setting, value), str(found)
+    other = setting.startswith("algorithm.") or setting in ("batch_size", "pipeline", "rollout.oversampling")
+    assert ("begin a new run" in found.advice.why) == other, "a training is not changed without a word"
 
 
 def test_other_losses_are_notes(run: Callable[..., Run]) -> None:

@@ -13,6 +13,7 @@ import torch
 
 from rlmesh.cli.main import main
 from rlmesh.errors import UsageError
+from rlmesh.rl.evaluation.evaluate import of_run_directory
 from rlmesh.rl.reading.export import export
 from rlmesh.rl.trainers.settings import ActorSettings, LoraSettings
 from tests.rl.checkpoints.runs import make
@@ -47,6 +48,20 @@ def test_the_last_checkpoint_is_the_trained_model(run_dir: Path, tmp_path: Path)
     assert not any("lora" in name for name in last)
     assert all(torch.equal(trained[name], end[name]) and torch.equal(trained[name], last[name]) for name in trained)
     assert not all(torch.equal(trained[name], two[name]) for name in trained)
+
+
+def test_the_model_of_a_run_that_goes_on_after_its_end_is_not_the_trained_one(tiny: Path, tmp_path: Path) -> None:
+    run_dir, model = tmp_path / "run", {"model": str(tmp_path / "run" / "model")}
+    make(tiny, steps=2).here(run_dir=run_dir)
+    assert of_run_directory(run_dir) == model
+    summary = (run_dir / "summary.json").read_text()
+    make(tiny, steps=4).here(run_dir=run_dir)
+    assert of_run_directory(run_dir) == model
+    (run_dir / "summary.json").write_text(summary)  # as long as the second part has not ended
+    (of_step_4,) = of_run_directory(run_dir).values()
+    assert "step-000004" in of_step_4 and export(run_dir, tmp_path / "out") == 4
+    (run_dir / "summary.json").unlink()  # as long as the first part writes its model
+    assert list(of_run_directory(run_dir)) == ["checkpoint"]
 
 
 def test_the_command(run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -85,6 +85,8 @@ class FakeEngines:
         """(engine, version, positions) of each request."""
         self.stuck: set[int] = set()
         """Positions whose answers do not come before they are taken out of this set."""
+        self.tokens: Sequence[int] = ()
+        """What `progress` says of the engines."""
         self._answers: list[_Answer] = []
         self._numbers = itertools.count()
         self._running: dict[int, list[Future[Any]]] = {}
@@ -162,6 +164,9 @@ class FakeEngines:
     def episodes(self, result: Any) -> list[list[Episode]]:
         found: list[list[Episode]] = result
         return found
+
+    def progress(self) -> dict[int, int]:
+        return dict(enumerate(self.tokens))
 
     def kind_of(self, error: BaseException) -> ErrorKind:
         return kind_of(error)

@@ -216,6 +216,18 @@ def test_a_saved_state_goes_on_with_the_same_groups() -> None:
     assert [slot.position for slot in other.askable()] == [3]
 
 
+def test_a_group_that_was_sampled_since_a_death_is_no_suspect_when_it_is_sampled_again() -> None:
+    buffer = SampleBuffer(1, 0, steps=9)
+    buffer.advance(0)
+    buffer.draw(key_of)
+    (slot,) = buffer.waiting
+    buffer.ask_again(slot, "died", died=True)
+    assert slot.deaths == 1
+    buffer.sampled(slot, group_of(slot.position, 0))
+    buffer.ask_again(slot, "too old")
+    assert (slot.state, slot.deaths) == ("drawn", 0)
+
+
 def test_poison_stays_set_aside_when_the_run_goes_back() -> None:
     buffer = SampleBuffer(2, 0, steps=9)
     buffer.advance(0)

@@ -20,6 +20,7 @@ from rlmesh.rl.rollout.pipeline import Pipeline
 from rlmesh.rl.rollout.requests import sample_seed
 from rlmesh.rl.rollout.role_engines import kind_of
 from rlmesh.rl.rollout.sampler import Sampler
+from rlmesh.rl.rollout.silence import Silence
 from rlmesh.rl.types import Episode, Failed, Group, Outcome, Score
 from tests.own_time import HANG_S
 from tests.rl.rollout.fakes import FakeEngines, draw_from, group_of, scored
@@ -301,10 +302,10 @@ def test_a_suspect_is_asked_for_alone() -> None:
         loads.begin(rank, part, 0.0)
     assert all(rank == 1 for rank, _ in loads.plan([GroupSlot(9, (0, 9))])) and loads.end(0, [slots[1]]).alone
     # What an engine samples when it is lost is lost together.
-    losses = [loads.end(1, [slot], lost=True).loss for slot in slots[2:]]
+    deaths = [loads.end(1, [slot], lost=True).death for slot in slots[2:]]
     loads.serve([1])
     loads.begin(1, [slots[2]], 0.0)
-    assert losses == [1, 1, 1] and loads.end(1, [slots[2]], lost=True).loss == 2
+    assert deaths == [1, 1, 1] and loads.end(1, [slots[2]], lost=True).death == 2
 
 
 @pytest.mark.parametrize("pipeline", ["sync", "one-step-off", "async"])
@@ -463,6 +464,59 @@ def test_answers_that_come_slowly_are_waited_for(tmp_path: Path) -> None:
         assert clock[0] == 27.0
 
 
+class Clock:
+    """A clock that goes on by 9 s at each look."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        self.now += 9.0
+        return self.now
+
+
+@pytest.mark.parametrize("pipeline", ["sync", "one-step-off"])
+def test_a_round_that_takes_long_is_waited_for_as_long_as_its_engines_sample(
+    tmp_path: Path, pipeline: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rlmesh.rl.rollout.sampler.LOOK_S", 0.001)
+    engines, clock = FakeEngines(1), Clock()
+    engines.hold()
+
+    def tokens() -> dict[int, int]:
+        if clock.now > 2000.0:
+            engines.progress = dict  # type: ignore[assignment, method-assign]
+        return {0: int(clock.now)}
+
+    engines.progress = tokens  # type: ignore[method-assign]
+    with loop(tmp_path, engines, pipeline, deadline_s=100.0) as made:
+        made.sampler._silence = Silence(lambda: engines.progress(), 100.0, clock)
+        made.begin()
+        with pytest.raises(TimeoutError, match="position 0 is sampling"):
+            made.sampler.take(1)
+        assert 2000.0 < clock.now < 2400.0
+        engines.go_on()
+
+
+def test_a_slow_revival_is_no_silence_and_one_revival_after_another_is() -> None:
+    clock = [0.0]
+    silence = Silence(dict, 120.0, lambda: clock[0])
+    silence.begin()
+    clock[0] = 30.0
+    silence.lost()
+    clock[0] = 130.0
+    silence.revived()
+    assert silence.seconds == 0.0
+    for _ in range(9):
+        clock[0] += 50.0
+        silence.revived()
+    assert silence.seconds == 250.0
+    silence.answered()
+    clock[0] += 1.0
+    silence.revived()
+    assert silence.seconds == 0.0
+
+
 @pytest.mark.parametrize("pipeline", PIPELINES)
 def test_engines_are_idle_before_a_push_or_never(tmp_path: Path, pipeline: str) -> None:
     with loop(tmp_path, FakeEngines(2, tenfold), pipeline) as made:
@@ -472,7 +526,23 @@ def test_engines_are_idle_before_a_push_or_never(tmp_path: Path, pipeline: str) 
         if pipeline == "one-step-off":
             assert made.sampler.buffer.counts() == {"drawn": 0, "sampling": 0, "sampled": SIZE, "ready": SIZE}
         made.sampler.pause()
-        made.sampler.await_idle()
+        assert made.sampler.await_idle()
+
+
+def test_who_waits_for_idle_engines_is_told_of_a_pause(tmp_path: Path) -> None:
+    engines, found = FakeEngines(1), list[bool]()
+    engines.hold()
+    with loop(tmp_path, engines, "one-step-off") as made:
+        made.begin()
+        drained, waits = made.sampler._is_drained, threading.Event()
+        made.sampler._is_drained = lambda: waits.set() or drained()  # type: ignore[func-returns-value, method-assign]
+        waiting = threading.Thread(target=lambda: found.append(made.sampler.await_idle()))
+        waiting.start()
+        assert waits.wait(HANG_S)
+        made.sampler.pause()
+        waiting.join(HANG_S)
+        assert found == [False]
+        engines.go_on()
 
 
 @pytest.mark.parametrize("pipeline", PIPELINES)

@@ -9,6 +9,7 @@ import threading
 import time
 import urllib.error
 from collections.abc import Callable, Iterator, Mapping
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -337,6 +338,23 @@ def test_calls_beside_each_other_start_one_endpoint(monkeypatch: pytest.MonkeyPa
     finally:
         maker.close()
     assert started == []
+
+
+@pytest.mark.parametrize(("host", "refused"), [("127.0.0.1", False), ("localhost", False), ("10.0.0.1", True)])
+def test_a_key_of_the_user_does_not_leave_the_machine(
+    host: str, refused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("uvicorn")
+
+    def faults(agent: Any) -> list[str]:
+        run = SimpleNamespace(environment=None, tools=(), agent=agent, episode=EpisodeSettings(host=host))
+        return [text for text in EpisodePlan.faults(run) if "OPENAI_API_KEY" in text]
+
+    monkeypatch.setenv("OPENAI_API_KEY", "sk-of-a-judge")
+    assert bool(faults(lambda base_url: None)) == refused
+    assert faults(lambda base_url, api_key: None) == []
+    monkeypatch.delenv("OPENAI_API_KEY")
+    assert faults(lambda base_url: None) == []
 
 
 @pytest.mark.parametrize("own", ["", "sk-of-a-judge"])

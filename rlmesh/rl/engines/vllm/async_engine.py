@@ -74,7 +74,9 @@ class AsyncVllmEngine(VllmBase):
         self._halted = False
         self._resuming: set[asyncio.Task[None]] = set()
         self.on_lost: Callable[[str], object] = lambda why: None
-        """Called on the engine's thread if vLLM's process ends by itself. The engine cannot sample any more."""
+        """Called on the engine's thread if vLLM's process ends by itself, before requests fail of it. The engine cannot
+        sample any more."""
+        self._is_lost = False
         self._children: list[BaseProcess] = []
         self._engine: Any = None
         self._loop = asyncio.new_event_loop()
@@ -119,11 +121,22 @@ class AsyncVllmEngine(VllmBase):
         self._loop.close()
 
     def _child_ended(self, child: BaseProcess) -> None:
-        self._watch_no_longer()
         child.join(0)
-        why = f"{self.gate.who}: vLLM's process {child.name} (pid {child.pid}) exited with code {child.exitcode}"
-        self.gate.set_version(None, why)
-        self.on_lost(why)
+        self._lost(f"vLLM's process {child.name} (pid {child.pid}) exited with code {child.exitcode}")
+
+    def _look_at(self, error: Exception) -> None:
+        """Note a loss, if an error comes of one: vLLM says so before its process has ended."""
+        if self._engine is not None and self._engine.errored:
+            self._lost(f"vLLM's process is gone: {type(error).__name__}: {error}")
+
+    def _lost(self, why: str) -> None:
+        """Note once that vLLM cannot go on, and tell it before any request fails of it."""
+        if self._is_lost:
+            return
+        self._is_lost = True
+        self._watch_no_longer()
+        self.gate.set_version(None, f"{self.gate.who}: {why}")
+        self.on_lost(f"{self.gate.who}: {why}")
 
     def _watch_no_longer(self) -> None:
         for child in self._children:
@@ -166,6 +179,7 @@ class AsyncVllmEngine(VllmBase):
                 output = outputs.get_nowait() or await outputs.get()
                 parts.append(output.outputs[0])
                 stretch.tokens += len(parts[-1].token_ids)
+                Growing.sampled += len(parts[-1].token_ids)
                 if output.finished:
                     break
                 if row.decode is not None and not stretch.stopped:
@@ -176,8 +190,9 @@ class AsyncVllmEngine(VllmBase):
             last = parts[-1]
             _take_spans(row, parts, last.weight_versions or ())
         except Exception as error:
-            if self._engine is None or self._engine.errored:
-                self.gate.set_version(None, f"vLLM's process is gone: {type(error).__name__}: {error}")
+            if self._engine is None:
+                self.gate.set_version(None, f"{self.gate.who} was closed: {type(error).__name__}: {error}")
+            self._look_at(error)
             batch.fail(error)
             return
         if batch.withdrawn:
@@ -196,8 +211,12 @@ class AsyncVllmEngine(VllmBase):
         return await getattr(self._engine, method)(*args, **kwargs)
 
     async def _submitted(self, batch: RequestBatch) -> None:
-        for row in batch.rows:
-            await self._add(row, batch)
+        try:
+            for row in batch.rows:
+                await self._add(row, batch)
+        except Exception as error:
+            self._look_at(error)
+            raise
 
     async def _withdrawn(self, batch: RequestBatch) -> None:
         batch.withdrawn = True

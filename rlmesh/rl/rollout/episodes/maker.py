@@ -14,7 +14,7 @@ from rlmesh.errors import UsageError
 from rlmesh.rl.engines.rollout import RolloutEngine, SamplingParams
 from rlmesh.rl.rollout.episodes.deadlines import EpisodeThread, PlaceTimeout
 from rlmesh.rl.rollout.episodes.partners import EnvironmentPartner, EpisodeFailed, Partner, ToolPartner
-from rlmesh.rl.rollout.episodes.plan import EpisodePlan
+from rlmesh.rl.rollout.episodes.plan import KEY, EpisodePlan, is_local, own_key
 from rlmesh.rl.rollout.episodes.recording import RecordedTurn, Recording
 from rlmesh.rl.rollout.episodes.tasks import EpisodeTask
 from rlmesh.rl.rollout.episodes.turn_sampler import TurnSampler
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 __all__ = ["EpisodeMaker"]
 
 CLOSE_S = 10.0
-KEY = "OPENAI_API_KEY"
 
 
 class EpisodeMaker:
@@ -115,10 +114,11 @@ class EpisodeMaker:
     async def _start_endpoint(self) -> None:
         from rlmesh.rl.rollout.endpoint.server import Endpoint
 
-        settings, own = self.plan.settings, os.environ.get(KEY, "")
+        settings, own = self.plan.settings, own_key()
+        allowed = own if is_local(settings.host) else ""
         endpoint = Endpoint(
             self._engine, self._tokenizer, max_tokens=self.plan.turn_tokens, host=settings.host, port=settings.port,
-            own_key=own, timeout_s=settings.turn_timeout_s, parse=self._parse, sampler=self._sampler,
+            own_key=allowed, timeout_s=settings.turn_timeout_s, parse=self._parse, sampler=self._sampler,
             template=self.plan.template,
         )  # fmt: skip
         await endpoint.start()

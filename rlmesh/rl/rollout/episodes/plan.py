@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+import ipaddress
+import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from difflib import get_close_matches
@@ -16,8 +18,10 @@ from rlmesh.rl.rollout.episodes.chat_spans import ChatSpans
 from rlmesh.rl.rollout.episodes.settings import EpisodeSettings
 from rlmesh.rl.rollout.episodes.tools import Tool, ToolCallParser, hermes_calls, tools_of
 
-__all__ = ["AGENT_INPUTS", "EpisodePlan", "callable_name"]
+__all__ = ["AGENT_INPUTS", "KEY", "EpisodePlan", "callable_name", "is_local", "own_key"]
 
+KEY = "OPENAI_API_KEY"
+"""The variable in which OpenAI's clients look for their key."""
 AGENT_INPUTS = {
     "base_url": "the base URL of the episode, for a client of OpenAI's interface",
     "api_key": "the key of the endpoint; the variable OPENAI_API_KEY has it too, unless it has a key of the user",
@@ -110,6 +114,11 @@ class EpisodePlan:
                 yield f"tools: {error}"
         if run.agent is not None:
             yield from _agent_faults(run.agent)
+            if own_key() and not is_local(getattr(run.episode, "host", "")) and not _takes(run.agent, "api_key"):
+                yield (
+                    f"agent={callable_name(run.agent)}: its client would send {KEY}, which is set, over the network to "
+                    f"episode.host={run.episode.host}: let the agent take api_key, and give it to its client"
+                )
 
     def slow_faults(self, tokenizer: Any, row: Mapping[str, Any]) -> Iterator[str]:
         """One sentence per fault that needs the tokenizer or a row: the chat template cannot be extended, or the
@@ -200,6 +209,23 @@ def _environment_faults(environment: Any) -> Iterator[str]:
                 f"environment={environment.__name__} is made without arguments, and needs {', '.join(needed)}: give a "
                 "function that makes it, such as functools.partial"
             )
+
+
+def own_key() -> str:
+    """The key of the user in the environment; empty without one."""
+    return os.environ.get(KEY, "")
+
+
+def is_local(host: str) -> bool:
+    """True if requests to an address do not leave this machine."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def _takes(agent: Any, name: str) -> bool:
+    return not callable(agent) or name in inspect.signature(agent).parameters
 
 
 def _agent_faults(agent: Any) -> Iterator[str]:
