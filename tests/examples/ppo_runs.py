@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import mean
@@ -17,6 +18,17 @@ from tests.examples.conftest import EXAMPLES
 
 MEMBERS = ["ACTOR-0", "ACTOR-1", "CRITIC-0", "REFERENCE-0", "REWARD-0", "ROLLOUT-0", "ROLLOUT-1", "TRAINER-0"]
 Curve = list[dict[str, float]]
+
+
+def left_behind(text: str, wait_s: float = 10.0) -> list[str]:
+    """What is left of a job after some seconds, by a text in command lines or working directories.
+
+    The resource tracker of ``multiprocessing`` ends by itself, once the driver that started it has ended.
+    """
+    deadline = time.monotonic() + wait_s
+    while (left := processes_that_mention(text)) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    return left
 
 
 def processes_that_mention(text: str) -> list[str]:
@@ -55,7 +67,7 @@ def launch(tmp_path: Path, *options: str, timeout: float) -> tuple[str, Path, Cu
     )
     print(done.stdout)  # shown when a test fails
     assert done.returncode == 0
-    assert processes_that_mention(str(tmp_path)) == []
+    assert left_behind(str(tmp_path)) == []
     return done.stdout, run_dir, curve_of(run_dir)
 
 

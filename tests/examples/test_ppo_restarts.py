@@ -16,7 +16,7 @@ import torch
 from transformers import Qwen2ForCausalLM
 
 from tests.examples.conftest import EXAMPLES
-from tests.examples.ppo_runs import SMALL, Curve, curve_of, ends_of, processes_that_mention, sets
+from tests.examples.ppo_runs import SMALL, Curve, curve_of, ends_of, left_behind, sets
 from tests.master.launched import descendants
 
 LIMIT_S = 540.0
@@ -78,7 +78,7 @@ def run_and_kill(tmp_path: Path, kills: list[tuple[int, str]], *options: str) ->
         process.wait()
     print(log.read_text())  # shown when a test fails
     assert code == 0 and not pending
-    assert processes_that_mention(str(tmp_path)) == []
+    assert left_behind(str(tmp_path)) == []
     return curve_of(run_dir), sorted(name for name in first if first[name] != last.get(name))
 
 
