@@ -100,11 +100,11 @@ def test_overrides_change_settings_and_sections() -> None:
     [
         (
             "actor.learning_rte=1",
-            "there is no setting 'actor.learning_rte'; did you mean actor.lr, which is learning_rate",
+            "there is no setting 'actor.learning_rte'; did you mean actor.lr? It corresponds to learning_rate",
         ),
         ("actor.warmup_step=1", "did you mean actor.warmup_steps?"),
         ("lr=1", "did you mean actor.lr?"),
-        ("rollout.n=0", "did you mean algorithm.samples, which is rollout.n elsewhere?"),
+        ("rollout.n=0", "did you mean algorithm.samples? It corresponds to rollout.n in other libraries."),
         ("steps=many", "steps='many' must be a whole number"),
         ("actor.lr=true", "actor.lr=True must be a number"),
         ("train=megatron", "train='megatron' must be one of 'ddp'"),

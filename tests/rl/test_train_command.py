@@ -84,8 +84,11 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "too few rows": ({"data": ROWS[:3], "batch_size": 4}, "3 prompts are too few for a batch of 4"),
     "no template": ({"data": CHAT}, "the tokenizer in"),
     "no prompt": ({"data": [{"text": "a"}] * 8}, "row 0 has no column 'prompt'"),
-    "n": ({"rollout": {"n": 0}}, "did you mean algorithm.samples, which is rollout.n elsewhere?"),
-    "key": ({"actor": {"learning_rte": 1}}, "did you mean actor.lr, which is learning_rate elsewhere?"),
+    "n": ({"rollout": {"n": 0}}, "did you mean algorithm.samples? It corresponds to rollout.n in other libraries."),
+    "key": (
+        {"actor": {"learning_rte": 1}},
+        "did you mean actor.lr? It corresponds to learning_rate in other libraries.",
+    ),
     "section": ({"max_tokens": 4}, "it belongs to the section rollout; did you mean rollout.max_tokens?"),
     "type": ({"steps": "2"}, "steps='2' must be a whole number"),
     "arguments": ({"rewards": ["my_rewards:other_arguments"]}, "parameter 'respons' without a default (did you mean"),
