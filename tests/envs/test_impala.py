@@ -178,7 +178,13 @@ def test_appo_mixes_the_last_batches() -> None:
         assert isinstance(algorithm, APPO)
         drawn: list[tuple[int, ...]] = []
         sample = algorithm.circular.sample
-        algorithm.circular.sample = lambda: drawn.append(tuple((found := sample())[1])) or found  # type: ignore
+
+        def sampled() -> Any:
+            found = sample()
+            drawn.append(tuple(found[1]))
+            return found
+
+        algorithm.circular.sample = sampled  # type: ignore[method-assign]
         for _ in range(12):
             algorithm.train()
             assert len(algorithm.circular) >= 1
@@ -216,7 +222,7 @@ class _FakeGroup:
 
     def __init__(self) -> None:
         self.remote_workers = [_FakeMember()]
-        self.kept_weights = ({}, 0)
+        self.kept_weights: tuple[dict[str, Any], int] = ({}, 0)
 
     def keep_weights(self) -> None:
         self.kept_weights = ({}, self.version)

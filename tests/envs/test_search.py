@@ -403,7 +403,7 @@ def test_a_metric_of_evaluations_may_be_missing_between_them() -> None:
 
 
 def test_a_space_is_described_without_addresses() -> None:
-    space = {("gamma",): tune.sample_from(lambda spec: 0.9), ("env",): tune.choice([iterations_in, object()])}
+    space: Any = {("gamma",): tune.sample_from(lambda spec: 0.9), ("env",): tune.choice([iterations_in, object()])}
     texts = running.described(space)
     assert "0x" not in str(texts)
     assert "iterations_in" in texts["env"]

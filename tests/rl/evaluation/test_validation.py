@@ -79,7 +79,12 @@ def test_any_pipeline_validates_in_the_background(told: Recorded, staleness: int
     """Ahead of training, once the engines are idle or never; else once the step has its groups."""
     order: list[str] = []
     made = trainer(schedule=SimpleNamespace(staleness=staleness))
-    made.buffer = SimpleNamespace(await_idle=lambda: order.append("idle") or True)
+
+    def await_idle() -> bool:
+        order.append("idle")
+        return True
+
+    made.buffer = SimpleNamespace(await_idle=await_idle)
 
     def validate(step: int) -> dict[str, float]:
         order.append(f"validates {step}")
