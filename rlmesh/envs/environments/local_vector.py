@@ -162,17 +162,7 @@ class LocalVector:
     def _remake(self, i: int, out: np.ndarray, error: Exception) -> None:
         """Close a broken environment and make it again; raise its error if that happens too often."""
         self._failures[i] += 1
-        if not self._restart or self._failures[i] > MAX_FAILURES_IN_A_ROW:
-            error.add_note(
-                f"environment {i} of this runner raised this"
-                + (f" {self._failures[i]} times without one good step between" if self._restart else "")
-            )
-            raise error
-        logger.warning("environment %d broke and is made again; its episode is cut", i, exc_info=error)
-        try:
-            self.envs[i].close()
-        except Exception:
-            logger.debug("the broken environment %d could not be closed", i, exc_info=True)
+        close_broken(self.envs[i], i, error, failures=self._failures[i], restart=self._restart)
         self.starts[i] += 1
         self.envs[i] = self._make(i)
         self._begin(i, out, seeded=True)
@@ -184,3 +174,25 @@ class LocalVector:
     def close(self) -> None:
         for env in self.envs:
             env.close()
+
+
+def close_broken(env: Any, i: int, error: Exception, *, failures: int, restart: bool) -> None:
+    """Close an environment that broke, so that it can be made again.
+
+    Args:
+        i: its number in its runner.
+        error: raised if it may not be made again, or broke too often without a good step between.
+        failures: how often it broke in a row, this time included.
+        restart: environments may be made again.
+    """
+    if not restart or failures > MAX_FAILURES_IN_A_ROW:
+        error.add_note(
+            f"environment {i} of this runner raised this"
+            + (f" {failures} times without one good step between" if restart else "")
+        )
+        raise error
+    logger.warning("environment %d broke and is made again; its episode is cut", i, exc_info=error)
+    try:
+        env.close()
+    except Exception:
+        logger.debug("the broken environment %d could not be closed", i, exc_info=True)

@@ -64,10 +64,10 @@ class ExternalVector:
         self.envs: list[Any] = []
 
     def begin_again(self, start: int) -> None:
-        """Do nothing: the simulators know their seeds."""
+        """Leave the simulators as they are: they choose their own seeds."""
 
     def close(self) -> None:
-        """Do nothing: the simulators belong to others."""
+        """Leave the simulators as they are: they belong to other programs."""
 
 
 def external_problems(values: Mapping[str, Any]) -> list[str]:

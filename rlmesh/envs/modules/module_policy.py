@@ -10,7 +10,6 @@ import numpy as np
 import torch
 
 from rlmesh.envs.batches import columns
-from rlmesh.envs.batches.estimates import fragment_gae
 from rlmesh.envs.batches.sample_batch import SampleBatch
 from rlmesh.envs.modules.numpy_forward import NumpyForward
 from rlmesh.envs.modules.policy import Explorer, Policy, States
@@ -130,12 +129,7 @@ class ModulePolicy(Policy):
             before = {name: fragment.flat(f"{columns.STATE_IN}_{name}") for name in fragment.states}
             values = self._values_at(fragment.flat(columns.OBS), before).reshape(fragment.size, fragment.steps)
         next_values = fragment.next_values(values, partial(self._values_at, states=fragment.last_states()))
-        advantages, targets = fragment_gae(
-            given[columns.REWARDS].T, values.T, next_values.T, fragment.goes_on().T, self.config["gamma"],
-            self.config["lambda_"],
-        )  # fmt: skip
-        given[columns.VF_PREDS] = values
-        given[columns.ADVANTAGES], given[columns.VALUE_TARGETS] = advantages.T, targets.T
+        fragment.add_advantages(values, next_values, self.config["gamma"], self.config["lambda_"])
 
     def _values_at(self, observations: np.ndarray, states: States) -> np.ndarray:
         return self.values_of(observations, states) if states else self.values_of(observations)

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 
 from rlmesh.envs.batches import columns
-from rlmesh.envs.batches.estimates import fragment_gae
 from rlmesh.envs.batches.sample_batch import SampleBatch
 from rlmesh.envs.modules.numpy_layers import NumpyLayers
 from rlmesh.envs.modules.policy import Explorer, Policy
@@ -101,12 +100,7 @@ class NumpyPolicy(Policy):
             return
         values = self._values_of(fragment.flat(columns.OBS)).reshape(fragment.size, fragment.steps)
         next_values = fragment.next_values(values, self._values_of)
-        advantages, targets = fragment_gae(
-            given[columns.REWARDS].T, values.T, next_values.T, fragment.goes_on().T, self.config["gamma"],
-            self.config["lambda_"],
-        )  # fmt: skip
-        given[columns.VF_PREDS] = values
-        given[columns.ADVANTAGES], given[columns.VALUE_TARGETS] = advantages.T, targets.T
+        fragment.add_advantages(values, next_values, self.config["gamma"], self.config["lambda_"])
 
     def learn_on_batch(self, batch: SampleBatch) -> dict[str, Any]:
         learned: dict[str, Any] = self.whole().learn_on_batch(batch)

@@ -26,7 +26,7 @@ def multi_agent_env_of(env: Any) -> MultiAgentEnv | None:
 
 
 class _OfPettingZoo(MultiAgentEnv):
-    """What environments of both interfaces of PettingZoo have in common."""
+    """The common part of PettingZoo's parallel and AEC environments."""
 
     def __init__(self, env: Any) -> None:
         self.env = env

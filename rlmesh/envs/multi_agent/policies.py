@@ -21,7 +21,7 @@ DEFAULT = "default_policy"
 
 @dataclass(frozen=True)
 class PolicySpec:
-    """What is special about one of several policies; None: as the algorithm has it.
+    """The settings of one of several policies that differ from those of the algorithm; None: they do not.
 
     Attributes:
         policy_class: a `Policy`, such as one of fixed rules that does not learn.

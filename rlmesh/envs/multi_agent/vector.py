@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from typing import Any
 
-from rlmesh.envs.environments.local_vector import MAX_FAILURES_IN_A_ROW
+from rlmesh.envs.environments.local_vector import close_broken
 from rlmesh.envs.multi_agent.environment import MultiAgentEnv
 from rlmesh.envs.multi_agent.pettingzoo_env import multi_agent_env_of
 from rlmesh.errors import UsageError
 
 __all__ = ["MultiAgentVector"]
-
-logger = logging.getLogger(__name__)
 
 
 class MultiAgentVector:
@@ -74,17 +71,7 @@ class MultiAgentVector:
 
     def _remake(self, i: int, error: Exception) -> None:
         self._failures[i] += 1
-        if not self._restart or self._failures[i] > MAX_FAILURES_IN_A_ROW:
-            error.add_note(
-                f"environment {i} of this runner raised this"
-                + (f" {self._failures[i]} times without one good step between" if self._restart else "")
-            )
-            raise error
-        logger.warning("environment %d broke and is made again; its episode is cut", i, exc_info=error)
-        try:
-            self.envs[i].close()
-        except Exception:
-            logger.debug("the broken environment %d could not be closed", i, exc_info=True)
+        close_broken(self.envs[i], i, error, failures=self._failures[i], restart=self._restart)
         self.starts[i] += 1
         self._begun[i] = False
         self.envs[i] = self._made(i)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from rlmesh.envs.batches import columns
+from rlmesh.envs.batches.estimates import fragment_gae
 from rlmesh.envs.batches.sample_batch import SampleBatch
 
 __all__ = ["Fragment"]
@@ -78,6 +79,19 @@ class Fragment:
         return {
             name: np.concatenate([states, *(each[name][None] for each in kept)]) for name, states in self.states.items()
         }
+
+    def add_advantages(self, values: np.ndarray, next_values: np.ndarray, gamma: float, lambda_: float) -> None:
+        """Add values, advantages and value targets (`fragment_gae`).
+
+        Args:
+            values, next_values: ``[environments, steps]``, before and after each step.
+        """
+        given = self.columns
+        advantages, targets = fragment_gae(
+            given[columns.REWARDS].T, values.T, next_values.T, self.goes_on().T, gamma, lambda_
+        )
+        given[columns.VF_PREDS] = values
+        given[columns.ADVANTAGES], given[columns.VALUE_TARGETS] = advantages.T, targets.T
 
     def add_new_obs(self) -> None:
         """Add the column ``new_obs``: the observation after each step, the final one at the end of an episode."""

@@ -101,6 +101,16 @@ class Conversion:
             return None
         return max(1, int(epochs * (rows // size)))
 
+    def set_steps(self, key: str, epochs: float, batch: int) -> None:
+        """Set the steps of the run by a key that counts epochs, or say that they are wanting."""
+        if (steps := self.steps_of(epochs, batch)) is not None:
+            self.set("steps", steps, key)
+            return
+        self.wanting["steps"] = (
+            f"{key}={epochs:g}: a run counts steps, and the rows of the data cannot be counted here; "
+            "set steps=NUMBER (epochs × rows ÷ batch_size)"
+        )
+
     def has(self, key: str) -> bool:
         """True if the configuration has a value for a key."""
         return self.given.get(key) is not None
@@ -174,7 +184,7 @@ class Conversion:
         return found
 
     def report(self, *, whole: bool = False) -> str:
-        """What became of the keys, for people.
+        """The list of all keys and of what each became, for people.
 
         Args:
             whole: also the settings, with the keys that each was made of.

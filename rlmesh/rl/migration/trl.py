@@ -342,14 +342,7 @@ def _optimizer(c: Conversion, kind: str, updates: int, batch: int) -> None:
         c.set("steps", math.ceil(steps / updates), "max_steps")
         c.get("num_train_epochs")
     elif "steps" not in c.settings:
-        epochs = c.number(float, "num_train_epochs", 3.0)
-        if (passes := c.steps_of(epochs, batch)) is not None:
-            c.set("steps", passes, "num_train_epochs")
-        else:
-            c.wanting["steps"] = (
-                f"num_train_epochs={epochs:g}: a run counts steps, and the rows of the data cannot be counted here; "
-                "set steps=NUMBER (epochs × rows ÷ batch_size)"
-            )
+        c.set_steps("num_train_epochs", c.number(float, "num_train_epochs", 3.0), batch)
     schedule = str(c.get("lr_scheduler_type", "linear"))
     warm = c.number(float, "warmup_steps", 0.0)
     share = c.number(float, "warmup_ratio", 0.0) or (warm if warm < 1 else 0.0)

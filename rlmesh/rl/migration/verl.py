@@ -404,14 +404,7 @@ def _trainer(c: Conversion, batch: int) -> None:
         c.set("steps", c.number(int, "trainer.total_training_steps", 1), "trainer.total_training_steps")
         c.get("trainer.total_epochs")
     else:
-        epochs = c.number(int, "trainer.total_epochs", 30)
-        if (whole := c.steps_of(epochs, batch)) is not None:
-            c.set("steps", whole, "trainer.total_epochs")
-        else:
-            c.wanting["steps"] = (
-                f"trainer.total_epochs={epochs}: a run counts steps, and the rows of the data cannot be counted here; "
-                "set steps=NUMBER (epochs × rows ÷ batch_size)"
-            )
+        c.set_steps("trainer.total_epochs", c.number(int, "trainer.total_epochs", 30), batch)
     for name in ("actor", "critic"):
         share = c.settings.get(f"{name}.warmup_steps")
         if isinstance(share, float):

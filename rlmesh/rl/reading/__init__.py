@@ -1,1 +1,1 @@
-"""What people read of a run: its bottleneck (`rlmesh doctor RUN`), a step again, and the policy as a folder."""
+"""Views of a recorded run: its bottleneck (`rlmesh doctor RUN`), a step again, and the policy as a folder."""

@@ -73,7 +73,7 @@ class _Totals:
 
 
 class Sampler:
-    """Its public methods are for the one thread of the training loop.
+    """Samples the groups of a run with its engines. The training loop's thread calls the public methods.
 
     Args:
         buffer: of the run.

@@ -24,7 +24,7 @@ BEHIND, LOST, DONE = "behind", "lost", "done"
 
 
 class LearnerAnswer(NamedTuple):
-    """What a learner says to an update.
+    """The answer of a learner to an update.
 
     Attributes:
         outcome: ``done``; ``behind``: it has not the weights that the update begins with, and did nothing; ``lost``:
