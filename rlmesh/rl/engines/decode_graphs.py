@@ -52,7 +52,7 @@ def padded_width(reach: int) -> int:
 
 
 @dataclass(eq=False)
-class _Recorded:
+class _GraphsOfAddresses:
     """The graphs that were recorded with one set of addresses, by size, and how often each size was asked for."""
 
     graphs: dict[tuple[int, int], Callable[[], None]] = field(default_factory=dict)
@@ -69,7 +69,7 @@ class DecodeGraphs:
 
     def __init__(self, tensors: Iterable[Tensor], record: Record | None = None) -> None:
         self._tensors, self._record = list(tensors), record or record_on_gpu
-        self._by_addresses: dict[tuple[Any, ...], _Recorded] = {}
+        self._by_addresses: dict[tuple[Any, ...], _GraphsOfAddresses] = {}
         """The addresses used last are at the end."""
         self._inputs: dict[int, Tensor] = {}
         self._logits: dict[int, Tensor] = {}
@@ -88,9 +88,7 @@ class DecodeGraphs:
             held.clear()
         self._pool = None
 
-    def run(
-        self, compute: Compute, inputs: Tensor, size: tuple[int, int], memory: Sequence[Tensor]
-    ) -> Tensor | None:
+    def run(self, compute: Compute, inputs: Tensor, size: tuple[int, int], memory: Sequence[Tensor]) -> Tensor | None:
         """The logits of a pass by a graph. None: there is no graph of this size yet; the pass has not run.
 
         Args:
@@ -124,12 +122,12 @@ class DecodeGraphs:
         replay()
         return self._logits[size[0]]
 
-    def _of_addresses(self, memory: Sequence[Tensor]) -> _Recorded:
+    def _of_addresses(self, memory: Sequence[Tensor]) -> _GraphsOfAddresses:
         addresses = (
             *[tensor.data_ptr() for tensor in self._tensors],
             *[(tensor.data_ptr(), tensor.shape) for tensor in memory],
         )
-        recorded = self._by_addresses[addresses] = self._by_addresses.pop(addresses, None) or _Recorded()
+        recorded = self._by_addresses[addresses] = self._by_addresses.pop(addresses, _GraphsOfAddresses())
         if len(self._by_addresses) > MOST_ADDRESSES:
             del self._by_addresses[next(iter(self._by_addresses))]
         return recorded
