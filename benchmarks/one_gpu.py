@@ -210,10 +210,9 @@ def report(events: list[tuple[Any, ...]], *, gpu: bool, used: int, context: int)
             held_before[who, part] = max(most, held_before.get((who, part), 0))
     for begin, end, who, part, event, _ in events:
         changes.setdefault((who, part, event), []).append(end - begin)
-    for name, seconds in (("of the first step", first), ("after it", later)):
-        print(
-            f"{len(seconds)} switches {name}: median {statistics.median(seconds):.3f} s, longest {max(seconds):.3f} s"
-        )
+    for name, seconds in (("that make host memory", first), ("after them", later)):
+        median = statistics.median(seconds)
+        print(f"{len(seconds)} switches {name}: median {median:.3f} s, longest {max(seconds):.3f} s")
     for (who, part, event), seconds in sorted(changes.items()):
         print(f"  {who} {part}: {event} {statistics.median(seconds):.3f} s, longest {max(seconds):.3f} s")
     if not gpu:
