@@ -231,7 +231,7 @@ def compared(group: LearnerGroup, config: AlgorithmConfig, one: ModulePolicy, ac
 
 @pytest.mark.parametrize(
     "kind",
-    ["PPO", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("IMPALA", "PPO-lstm", "IMPALA-attention"))],
+    ["PPO", pytest.param("IMPALA", marks=pytest.mark.slow), pytest.param("PPO-lstm", marks=pytest.mark.slow)],
 )
 def test_remote_learners_update_as_one_and_come_back_with_the_last_weights(kind: str, tmp_path: Path) -> None:
     config = settings_of(kind)

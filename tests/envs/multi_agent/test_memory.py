@@ -11,12 +11,23 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlmesh.envs import IMPALAConfig, ModulePolicy, MultiAgentBatch, MultiAgentEnvRunner, Policy, PolicySpec
+from rlmesh.envs import (
+    AlgorithmConfig,
+    DQNConfig,
+    IMPALAConfig,
+    ModulePolicy,
+    MultiAgentBatch,
+    MultiAgentEnvRunner,
+    Policy,
+    PolicySpec,
+    PPOConfig,
+)
 from rlmesh.envs.learners.impala import AFTER, ENDS, IMPALALearner
 from rlmesh.errors import UsageError
 
 from ..recurrent.tasks import GAMMA, LSTM, MODELS, Exact, check_against_whole_episodes, unrolled
-from .environments import Event, Scripted
+from .environments import Event, Scripted, Turns
+from .test_learning import trained
 from .test_trajectories import ALTERNATING, scripts
 
 AGENTS = ("a", "b", "c")
@@ -47,7 +58,7 @@ def runner_of(episodes: list[list[Event]], model: dict[str, Any], **more: Any) -
 
 
 @pytest.mark.case("O26")
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(
     episodes=st.lists(scripts(), min_size=1, max_size=3), fragments=st.lists(st.integers(1, 7), min_size=2, max_size=5),
     number=st.integers(1, 2), name=st.sampled_from(sorted(MODELS)), longest=st.integers(1, 5),
@@ -94,6 +105,61 @@ def test_a_restored_runner_goes_on_with_the_states() -> None:
         for name, part in expected.policy_batches.items():
             for column in part.keys() - {"infos"}:
                 assert np.array_equal(part[column], found[name][column]), (name, column)
+
+
+def turns(config: AlgorithmConfig, **policies: Any) -> Any:
+    """The settings for `Turns`, whose largest return is 2, and whose return without memory is 0."""
+    config.environment(Turns).rl_module(model_config={**LSTM, "lstm_cell_size": 16, "max_seq_len": 8})
+    config.multi_agent(policies=policies, policy_mapping_fn=lambda agent_id, episode: agent_id)
+    return config.env_runners(num_envs_per_env_runner=8).evaluation(evaluation_duration=200).debugging(seed=0)
+
+
+def ppo() -> Any:
+    return PPOConfig().training(train_batch_size=512, minibatch_size=128, num_epochs=4, lr=5e-3)
+
+
+def dqn() -> Any:
+    config = DQNConfig().training(
+        replay_buffer_config={"type": "SequenceReplayBuffer", "capacity": 4000, "replay_burn_in": 2}, n_step=2,
+        train_batch_size=160, num_steps_sampled_before_learning_starts=500, lr=3e-3,
+        epsilon=[[0, 1.0], [2000, 0.05]], target_network_update_freq=40,
+    )  # fmt: skip
+    return config.env_runners(rollout_fragment_length=1)
+
+
+def test_agents_remember_their_own_cues() -> None:
+    assert trained(turns(ppo(), left=None, right=None), 1.9, 25) >= 1.9
+
+
+@pytest.mark.slow
+def test_dqn_remembers_with_a_buffer_for_each_policy() -> None:
+    assert trained(turns(dqn(), left=None, right=None), 1.9, 12) >= 1.9
+
+
+@pytest.mark.slow
+def test_remote_runners_and_several_learners_have_memory_together() -> None:
+    config = IMPALAConfig().training(train_batch_size=256, lr=5e-3).reporting(min_env_steps_per_iteration=1000)
+    config = turns(config, left=None, right=None).env_runners(num_env_runners=2, rollout_fragment_length=10)
+    assert trained(config.learners(num_learners=2), 1.9, 40) >= 1.8  # runs differ from each other
+
+
+def test_buffers_of_policies_have_their_own_sequences() -> None:
+    config = turns(dqn(), left=None, right=PolicySpec(config={"model_config": {**LSTM, "max_seq_len": 3}}))
+    config.training(num_steps_sampled_before_learning_starts=100).reporting(min_env_steps_per_iteration=200)
+    with config.build() as algorithm:
+        stats = algorithm.train()["learners"]
+        assert all(np.isfinite(stats[name]["learner_stats"]["total_loss"]) for name in ("left", "right"))
+        drawn = algorithm.replay.sample(40)
+        algorithm.replay.restore(algorithm.replay.state())
+        assert algorithm.replay.sample(4).keys() == drawn.keys()
+    for name, length, width in (("left", 8, 16), ("right", 3, 12)):
+        batch = drawn[name]
+        assert batch["obs"].shape == (40, length + 2, 2)
+        assert batch["state_in_h"].shape == (40, width)
+        assert (np.diff(batch["t"], axis=1)[batch["mask"][:, 1:]] == 1).all()
+        begins = batch["t"][:, 0] == 0
+        assert not batch["state_in_h"][begins].any()
+        assert batch["state_in_h"][~begins].any(1).all()
 
 
 class Counter(Policy):
