@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-__all__ = ["CHECKS", "EnvFinding", "EnvReport", "FindingList"]
+__all__ = ["CHECKS", "CheckStopped", "EnvFinding", "EnvReport", "FindingList"]
 
 CHECKS = {
     "interface": "spaces, return values and flags have Gymnasium's form",
@@ -77,6 +77,10 @@ class EnvReport:
         count = len(self.findings)
         verdict = "passed" if self.passed else f"{count} fault{'s' * (count != 1)} found"
         return [*lines, f"{self.name}: {verdict}"]
+
+
+class CheckStopped(Exception):
+    """A check cannot go on; the reason was told as a finding."""
 
 
 class FindingList:

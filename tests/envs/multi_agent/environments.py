@@ -122,7 +122,7 @@ class Shift(MultiAgentEnv):
         if self.time % 2 == 0:
             self._come()
         observations |= self.kinds
-        return observations, rewards, {**gone, "__all__": False}, {"__all__": self.time == 20}, {}
+        return observations, rewards, {**gone, "__all__": False}, {"__all__": self.time >= 20}, {}
 
 
 class Always(Policy):
