@@ -19,7 +19,7 @@ CHECKS = {
     "double-reset": "the environment does not reset itself",
     "after-the-end": "no step follows the end of an episode",
     "determinism": "seed and actions decide everything",
-    "final-observation": "vector environments give the last observation of an episode",
+    "final-observation": "vector environments, and agents that are truncated, give the last observation",
     "seeding": "sub-environments have seeds of their own",
     "resources": "close() gives back descriptors and threads",
     "deadline": "every call returns in time",
