@@ -99,7 +99,7 @@ class PolicyRows:
         observations = np.stack([track.observation for track in tracks])
         explorer, places = self._explorers.get(number) or self._new_explorer(number, explore=explore)
         explorer.go_on_with([track.state for track in tracks])
-        before = [explorer.state_of(i) for i in range(number)]
+        before = [explorer.state_of(i) for i in range(number)] if explorer.states else None
         sent = self.actions.to_env(explorer.act(len(places), observations))
         places.append(slice(first, first + number))
         self._grow(first + number)
@@ -111,7 +111,8 @@ class PolicyRows:
         self._state[first : self.count] = OPEN
         for i, track in enumerate(tracks):
             track.row, track.action = first + i, sent[i]
-            track.before, track.state = before[i], explorer.state_of(i)
+            if before is not None:
+                track.before, track.state = before[i], explorer.state_of(i)
             track.t += 1
         if len(places) == EXPLORER_STEPS:
             self._flush(number)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -20,9 +22,14 @@ from .tasks import GAMMA, MODELS, Exact, Waves, unrolled
 SETTINGS = {**IMPALAConfig().to_dict(), "gamma": GAMMA}
 
 
-def runner_of(model: dict[str, Any], **env: Any) -> EnvRunner:
+def runner_of(model: dict[str, Any], mode: AutoresetMode | None = None, **env: Any) -> EnvRunner:
     config = {"model_config": model, "module_class": Exact}
-    return EnvRunner(lambda context: Waves(**env), ModulePolicy, policy_config=config, num_envs=2, seed=3)
+    make = partial(Waves, **env)
+
+    def creator(context: Any) -> Any:
+        return make() if mode is None else SyncVectorEnv([make] * 2, autoreset_mode=mode)
+
+    return EnvRunner(creator, ModulePolicy, policy_config=config, num_envs=2, seed=3)
 
 
 def values_after(batch: SampleBatch, module: Any) -> np.ndarray:
@@ -36,7 +43,7 @@ def values_after(batch: SampleBatch, module: Any) -> np.ndarray:
     return np.where(batch["terminateds"], 0.0, found)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(
     lengths=st.lists(st.integers(1, 9), min_size=1, max_size=4),
     truncated=st.lists(st.booleans(), min_size=4, max_size=4),
@@ -44,13 +51,16 @@ def values_after(batch: SampleBatch, module: Any) -> np.ndarray:
     longest=st.integers(1, 7),
     name=st.sampled_from(sorted(MODELS)),
     mixed=st.booleans(),
+    mode=st.sampled_from([None, *AutoresetMode]),
+    fails=st.one_of(st.none(), st.tuples(st.integers(0, 1), st.integers(1, 3))),
 )
 def test_sequences_give_the_log_probabilities_and_values_of_whole_episodes(
-    lengths: list[int], truncated: list[bool], fragments: list[int], longest: int, name: str, mixed: bool
-) -> None:
-    """Fragments that end anywhere, ends of both kinds, and fragments that arrive in another order."""
-    model = {**MODELS[name], "max_seq_len": longest}
-    runner = runner_of(model, lengths=tuple(lengths), truncated=tuple(truncated[: len(lengths)]))
+    lengths: list[int], truncated: list[bool], fragments: list[int], longest: int, name: str, mixed: bool,
+    mode: AutoresetMode | None, fails: tuple[int, int] | None,
+) -> None:  # fmt: skip
+    """Fragments that end anywhere and arrive in another order, all kinds of ends, environments that break."""
+    model, flags = {**MODELS[name], "max_seq_len": longest}, tuple(truncated[: len(lengths)])
+    runner = runner_of(model, mode, lengths=tuple(lengths), truncated=flags, fails=None if mode else fails)
     module: Any = runner.policy.module  # type: ignore[attr-defined]
     parts = [runner.sample(2 * steps) for steps in fragments]
     batch: SampleBatch = SampleBatch.concat_samples(parts[::-1] if mixed else parts)
