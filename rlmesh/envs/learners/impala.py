@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import hashlib
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
@@ -132,6 +133,8 @@ class IMPALALearner(Learner):
         return loss, {name: value.detach() for name, value in stats.items()}
 
 
+KEPT = 16
+"""Batches of which a learner keeps what the target network gave."""
 COUNTED = ("kl_coeff", "updates", "followed_at")
 
 
@@ -150,6 +153,7 @@ class APPOLearner(IMPALALearner):
         self.target = copy.deepcopy(module).requires_grad_(False).eval()
         self.kl_coeff = float(self.config["kl_coeff"])
         self.updates = self.followed_at = 0
+        self._known: dict[bytes, torch.Tensor] = {}  # by digest of observations, the last used ones last
 
     def loss(self, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         config, distribution = self.config, self.module.distribution
@@ -159,12 +163,7 @@ class APPOLearner(IMPALALearner):
         actions, sampled = batch[columns.ACTIONS], batch[columns.ACTION_LOGP]
         logp = distribution.log_prob(inputs, actions)
         with torch.no_grad():
-            layers = self.target.layers_to_act(explore=True)  # without those of values, where that is possible
-            target_inputs = (
-                self.outputs_of(self.target, batch)[columns.ACTION_DIST_INPUTS]
-                if layers is None
-                else layers(batch[columns.OBS])
-            )
+            target_inputs = self.target_inputs(batch)
             target_logp = distribution.log_prob(target_inputs, actions)
             from_target = (sampled - target_logp).exp().clamp(max=config["target_worker_clipping"])
         targets, advantages = self.traced(batch, target_logp, values.detach(), outputs.get(AFTER))
@@ -175,6 +174,23 @@ class APPOLearner(IMPALALearner):
         more = {"kl": kl, "target_ratio": from_target.mean()}
         loss, stats = self.whole_loss(policy_loss, values, targets, inputs, more)
         return (loss + self.kl_coeff * kl if config["use_kl_loss"] else loss), stats
+
+    def target_inputs(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        """What the target network gives to the distribution, ``[rows, …]``; called without gradients.
+
+        Batches are used several times and the target moves rarely: what plain layers gave to observations is kept.
+        """
+        layers = self.target.layers_to_act(explore=True)  # without those of values, where that is possible
+        if layers is None:
+            given: torch.Tensor = self.outputs_of(self.target, batch)[columns.ACTION_DIST_INPUTS]
+            return given
+        observations = batch[columns.OBS]
+        digest = hashlib.blake2b(observations.numpy().tobytes(), digest_size=16).digest()
+        known = self._known.pop(digest, None)
+        self._known[digest] = layers(observations) if known is None else known
+        if len(self._known) > KEPT:
+            del self._known[next(iter(self._known))]
+        return self._known[digest]
 
     def after_update(self, stats: dict[str, float]) -> None:
         if self.config["use_kl_loss"]:
@@ -191,6 +207,7 @@ class APPOLearner(IMPALALearner):
     @torch.no_grad()
     def follow(self, share: float) -> None:
         """Move the target by a share of its distance to the module; 1 copies the module."""
+        self._known.clear()
         torch._foreach_lerp_(list(self.target.parameters()), list(self.module.parameters()), share)
         for late, now in zip(self.target.buffers(), self.module.buffers(), strict=True):
             late.copy_(now)
@@ -202,5 +219,6 @@ class APPOLearner(IMPALALearner):
     def set_state(self, state: Mapping[str, Any]) -> None:
         super().set_state(state)
         self.target.load_state_dict(state["target"])
+        self._known.clear()
         for name in COUNTED:
             setattr(self, name, state[name])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from itertools import pairwise
@@ -66,6 +67,8 @@ class Learner:
         self.generator.manual_seed(self.config.get("seed") or torch.seed())
         self._parameters = [p for p in module.parameters() if p.requires_grad]
         self.optimizer = self.make_optimizer(self._parameters)
+        flat = self.optimizer.flat if isinstance(self.optimizer, FlatAdam) else None
+        self._weights = self._parameters if flat is None else [flat]  # the same memory
         convolutions = any(isinstance(layer, torch.nn.Conv2d) for layer in module.modules())
         small = sum(p.numel() for p in self._parameters) < SMALL and not convolutions
         self._threads: int | None = self.config.get("torch_threads") or (1 if small else None)
@@ -174,7 +177,7 @@ class Learner:
             totals = torch.stack([sums[name].float() for name in names]) / parts
             self.partners.add(totals)
             values = totals.tolist()
-            if not (all(map(np.isfinite, values)) and all(bool(p.isfinite().all()) for p in self._parameters)):
+            if not (all(map(np.isfinite, values)) and all(_finite(p) for p in self._weights)):
                 raise FloatingPointError(f"the update gave {dict(zip(names, values, strict=True))}")
         self.steps += rows
         result = dict(zip(names, values, strict=True))
@@ -275,13 +278,15 @@ class Learner:
     @contextmanager
     def _kept_if_it_fails(self) -> Iterator[None]:
         """Put the weights and the optimizer back if the block raises."""
-        state = copy.deepcopy(self.optimizer.state_dict())
-        weights = [p.detach().clone() for p in self._parameters]
+        state = self.optimizer.state_dict()
+        if not isinstance(self.optimizer, FlatAdam):  # its state is in memory of its own
+            state = copy.deepcopy(state)
+        weights = [p.detach().clone() for p in self._weights]
         try:
             yield
         except BaseException:
             with torch.no_grad():
-                for p, kept in zip(self._parameters, weights, strict=True):
+                for p, kept in zip(self._weights, weights, strict=True):
                     p.copy_(kept)
             self.optimizer.load_state_dict(state)
             raise
@@ -302,6 +307,11 @@ class Learner:
 def writable(array: np.ndarray) -> np.ndarray:
     """The array, or a copy if it is read-only memory, of which torch has no tensors."""
     return array if array.flags.writeable else array.copy()
+
+
+def _finite(tensor: torch.Tensor) -> bool:
+    """False if an element is NaN or infinite: the sum is then, too."""
+    return math.isfinite(tensor.detach().sum(dtype=torch.float64).item())
 
 
 @contextmanager

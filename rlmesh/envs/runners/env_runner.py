@@ -247,7 +247,10 @@ class EnvRunner(RunnerBase):
             if mode == "envpool":
                 return self._envpool_of(env_id, num_envs)
             creator.register()
-            first: Any = gymnasium.make_vec(env_id, num_envs, vectorization_mode=mode, **self.env_config)
+            config = dict(self.env_config)
+            if mode in ("sync", "async"):  # observations are copied into the fragment at once: no copy before
+                config["vector_kwargs"] = {"copy": False, **config.get("vector_kwargs", {})}
+            first: Any = gymnasium.make_vec(env_id, num_envs, vectorization_mode=mode, **config)
         else:
             creator = env_creator_of(given)
             first = creator(self._context(0))
