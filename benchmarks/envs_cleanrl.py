@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from envs_measure import MOST_STEPS, STEPS, Way, main
+from envs_measure import MOST_STEPS, STEPS, Rows, Way, limit, main
 
 EPISODE = re.compile(r"global_step=(\d+), episodic_return=([\d.]+)")
 
@@ -42,11 +42,6 @@ def run(seen: Callable[[int, float], None], *arguments: str) -> None:
     """Runs CleanRL's file until it ends, or until ``seen`` raises `Over`."""
     from importlib.util import find_spec
 
-    import gym
-    import torch  # imports before the clock starts, as for the other libraries
-    from torch.utils.tensorboard import SummaryWriter
-
-    assert gym and torch and SummaryWriter
     file = find_spec("cleanrl.ppo")
     if file is None or file.origin is None:
         raise ImportError("the package cleanrl has no ppo.py")
@@ -65,6 +60,7 @@ def ppo(seed: int) -> dict[str, Any]:
     last: deque[float] = deque(maxlen=100)
     out = sys.stdout
     way: Way | None = None
+    limit_s = limit()  # of the arguments of this program, before those of the file take their place
 
     def seen(steps: int, episode: float) -> None:
         assert way is not None
@@ -84,9 +80,6 @@ def ppo(seed: int) -> dict[str, Any]:
         way = Way(475, MOST_STEPS, limit_s=limit_s)
         return make(*arguments, **named)
 
-    from envs_measure import limit
-
-    limit_s = limit()
     gym.vector.SyncVectorEnv = begins
     run(seen, "--seed", str(seed))
     assert way is not None
@@ -117,7 +110,7 @@ def sampling(seed: int) -> dict[str, Any]:
     return {"steps_per_s": steps / sum(one[-1] - one[0] for one in each)}
 
 
-ROWS = {"sampling_16": sampling, "ppo_cleanrl": ppo}
+ROWS: Rows = {"sampling_16": sampling, "ppo_cleanrl": ppo}
 
 if __name__ == "__main__":
     main(ROWS)

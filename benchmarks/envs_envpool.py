@@ -8,7 +8,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-from envs_measure import main, rate
+from envs_measure import Rows, main, rate
 
 
 def sampling(threads: int, seed: int) -> dict[str, Any]:
@@ -29,7 +29,7 @@ def sampling(threads: int, seed: int) -> dict[str, Any]:
     return rate(collect)
 
 
-ROWS = {"sampling_16": partial(sampling, 1), "sampling_2x8": partial(sampling, 2)}
+ROWS: Rows = {"sampling_16": partial(sampling, 1), "sampling_2x8": partial(sampling, 2)}
 
 if __name__ == "__main__":
     main(ROWS)

@@ -9,9 +9,10 @@ import json
 import math
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
+Rows = dict[str, Callable[[int], dict[str, Any]]]
 STEPS = 40_000
 """Steps of a measurement of sampling."""
 MOST_STEPS = 500_000
@@ -62,9 +63,11 @@ def rate(collect: Callable[[], int], steps: int = STEPS, seconds: float = 20.0) 
     """
     collect()
     began, taken = time.perf_counter(), 0
-    while taken < steps and time.perf_counter() - began < seconds:
+    while True:
         taken += collect()
-    return {"steps_per_s": taken / (time.perf_counter() - began)}
+        passed = time.perf_counter() - began
+        if taken >= steps or passed >= seconds:
+            return {"steps_per_s": taken / passed}
 
 
 def rounds(one: Callable[[], object], stored: int, seconds: float = 3.0) -> dict[str, Any]:
@@ -81,7 +84,7 @@ def limit() -> float:
     return float(sys.argv[3]) if len(sys.argv) > 3 else math.inf
 
 
-def main(rows: Mapping[str, Callable[[int], dict[str, Any]]]) -> None:
+def main(rows: Rows) -> None:
     """``PROGRAM ROW SEED [LIMIT_S]``: prints the result of the row as a line of JSON."""
     what, seed = sys.argv[1], int(sys.argv[2])
     if what not in rows:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-from envs_measure import main, rate
+from envs_measure import Rows, main, rate
 
 
 def environment(buf: Any = None, seed: int = 0) -> Any:
@@ -40,7 +40,7 @@ def sampling(workers: int, seed: int) -> dict[str, Any]:
     return found
 
 
-ROWS = {"sampling_16": partial(sampling, 0), "sampling_2x8": partial(sampling, 2)}
+ROWS: Rows = {"sampling_16": partial(sampling, 0), "sampling_2x8": partial(sampling, 2)}
 
 if __name__ == "__main__":
     main(ROWS)

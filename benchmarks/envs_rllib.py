@@ -6,7 +6,7 @@ import time
 from functools import partial
 from typing import Any
 
-from envs_measure import MOST_STEPS, Way, main, rate, rounds
+from envs_measure import MOST_STEPS, Rows, Way, main, rate, rounds
 
 STORED = 20_000
 """Transitions in RLlib's buffer: filling 1,000,000 takes RLlib an hour, and fewer make it faster."""
@@ -121,7 +121,7 @@ def replay(seed: int) -> dict[str, Any]:
     return rounds(one, len(buffer), 5)
 
 
-ROWS = {
+ROWS: Rows = {
     "sampling_16": partial(sampling, 0, 16, False), "sampling_2x8": partial(sampling, 2, 8, False),
     "frames_16": partial(sampling, 0, 16, True), "frames_2x8": partial(sampling, 2, 8, True),
     "ppo_rllib": ppo, "impala": impala, "replay": replay,

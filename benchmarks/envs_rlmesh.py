@@ -6,7 +6,7 @@ import time
 from functools import partial
 from typing import Any
 
-from envs_measure import MOST_STEPS, OFF_POLICY_STEPS, STEPS, Way, main, rate, rounds
+from envs_measure import MOST_STEPS, OFF_POLICY_STEPS, STEPS, Rows, Way, main, rate, rounds
 
 
 def sampling(remote: bool, seed: int) -> dict[str, Any]:
@@ -25,7 +25,8 @@ def sampling(remote: bool, seed: int) -> dict[str, Any]:
 
 def frames(runners: int, environments: int, seed: int) -> dict[str, Any]:
     """Steps a second of frames of 84 × 84 × 4 bytes, with actions at random."""
-    from envs import Frames, RandomPolicy
+    from envs import RandomPolicy
+    from envs_frames import Frames
 
     from rlmesh.envs import EnvRunner, EnvRunnerGroup
 
@@ -41,7 +42,8 @@ def frames(runners: int, environments: int, seed: int) -> dict[str, Any]:
 
 def copies(seed: int) -> dict[str, Any]:
     """Per cent of the CPU of a step with such frames that copies the observation."""
-    from envs import Frames, RandomPolicy, cpu_without_copies, memcpy_us
+    from envs import RandomPolicy, cpu_without_copies, memcpy_us
+    from envs_frames import Frames
 
     from rlmesh.envs import EnvRunner
 
@@ -217,7 +219,7 @@ def replay(seed: int) -> dict[str, Any]:
     return rounds(one, len(buffer))
 
 
-ROWS = {
+ROWS: Rows = {
     "sampling_16": partial(sampling, False), "sampling_2x8": partial(sampling, True),
     "frames_16": partial(frames, 0, 16), "frames_2x8": partial(frames, 2, 8), "frames_copies": copies,
     "ppo_zoo": partial(ppo, "zoo"), "ppo_rllib": partial(ppo, "rllib"), "ppo_cleanrl": partial(ppo, "cleanrl"),

@@ -6,7 +6,7 @@ import time
 from functools import partial
 from typing import Any
 
-from envs_measure import OFF_POLICY_STEPS, Way, main, rate
+from envs_measure import OFF_POLICY_STEPS, Rows, Way, main, rate
 
 
 def sampling(seed: int) -> dict[str, Any]:
@@ -103,7 +103,7 @@ def first_result(seed: int) -> dict[str, Any]:
     return {"seconds": time.perf_counter() - began}
 
 
-ROWS = {
+ROWS: Rows = {
     "sampling_16": sampling, "ppo_zoo": ppo, "first_1": first_result,
     **{name.lower(): partial(off_policy, name) for name in ("DQN", "SAC", "TD3")},
 }  # fmt: skip

@@ -11,7 +11,7 @@ from collections import deque
 from functools import partial
 from typing import Any
 
-from envs_measure import Way, main, rate, rounds
+from envs_measure import Rows, Way, main, rate, rounds
 
 warnings.filterwarnings("ignore")
 logging.disable(logging.WARNING)
@@ -135,7 +135,7 @@ def replay(seed: int) -> dict[str, Any]:
     return rounds(one, len(buffer))
 
 
-ROWS = {
+ROWS: Rows = {
     "sampling_16": partial(sampling, 0, 16), "sampling_2x8": partial(sampling, 2, 8), "ppo_zoo": ppo, "replay": replay
 }  # fmt: skip
 
