@@ -1,11 +1,11 @@
 """rlmesh.envs beside Stable-Baselines3, RLlib, CleanRL, TorchRL, PufferLib and EnvPool.
 
-python benchmarks/envs_compare.py --json FILE [--peers-python .venv-peers/bin/python] [--rows A,B] [--seeds 5]
+python benchmarks/envs_compare.py --json FILE [--peers-python .venv-envs-peers/bin/python] [--rows A,B] [--seeds 5]
 
-The peers live in an environment of their own (benchmarks/envs_peers.txt says how to make it); without one, only rlmesh
-is measured. Each measurement is a process of its own, with one thread, in an empty folder. All libraries take turns,
-seed by seed, so that other load on the machine hits them alike. The file is written after each measurement. The same
-command again goes on where it ended: it measures what the file has not, what failed, and what stopped at a lower limit.
+The peers live in an environment of their own, which `make bench-envs` makes; without one, only rlmesh is measured.
+Each measurement is a process of its own, with one thread, in an empty folder. All libraries take turns, seed by seed,
+so that other load on the machine hits them alike. The file is written after each measurement. The same command again
+goes on where it ended: it measures what the file has not, what failed, and what stopped at a lower limit.
 
 The table has medians, the smallest and the largest value, the ratio to each peer, and whether each goal is met. A
 training that stopped before its goal counts as longer than all others; ">" is before a median that is such a one.
@@ -61,7 +61,7 @@ def go_on(
 
 def parsed() -> tuple[argparse.Namespace, list[str], set[str]]:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--peers-python", default=str(HERE.parent / ".venv-peers" / "bin" / "python"))
+    parser.add_argument("--peers-python", default=str(HERE.parent / ".venv-envs-peers" / "bin" / "python"))
     parser.add_argument("--rows", default=",".join(ROWS), help=f"default: all, {', '.join(ROWS)}")
     parser.add_argument("--libraries", help="measure only these, separated by commas")
     parser.add_argument("--seeds", type=int, default=5)

@@ -60,7 +60,7 @@ ZOO: dict[str, Any] = {
 """The settings of rl-baselines3-zoo for PPO on CartPole-v1, with 8 environments."""
 RLLIB: dict[str, Any] = {
     "train_batch_size": 4000, "minibatch_size": 128, "num_epochs": 30, "lr": 5e-5, "lambda_": 1.0, "clip_param": 0.3,
-    "vf_loss_coeff": 1.0, "vf_clip_param": 10.0, "kl_coeff": 0.2, "grad_clip": None,
+    "vf_loss_coeff": 1.0, "vf_clip_param": 10.0, "kl_coeff": 0.2, "grad_clip": None, "adam_epsilon": 1e-8,
 }  # fmt: skip
 """RLlib's defaults for PPO."""
 CLEANRL: dict[str, Any] = {
