@@ -56,7 +56,7 @@ class Way:
         return ends
 
 
-def rate(collect: Callable[[], int], steps: int = STEPS, seconds: float = 20.0) -> dict[str, Any]:
+def rate(collect: Callable[[], int], steps: int = STEPS, seconds: float = 10.0) -> dict[str, Any]:
     """Steps a second of ``collect``, which returns how many it took; its first call does not count.
 
     It ends after ``steps`` steps, or with the first call that ends after ``seconds``.

@@ -58,8 +58,8 @@ def ppo(seed: int) -> dict[str, Any]:
 def impala(seed: int) -> dict[str, Any]:
     """Steps until the mean of the last 20 episodes is 150, with the settings of envs_rlmesh.py.
 
-    Its ``train()`` returns without a step while the server of its runners' weights starts, which takes seconds, so an
-    iteration has a least duration; and it waits for runners with a time-out, since polling would take their core.
+    Without a least number of steps, its ``train()`` returns thousands of times without a step, while the server of its
+    runners' weights starts; without a time-out, it polls its runners and takes their core.
     """
     from ray.rllib.algorithms.impala import IMPALAConfig
     from ray.rllib.core.rl_module.default_model_config import DefaultModelConfig
@@ -72,7 +72,8 @@ def impala(seed: int) -> dict[str, Any]:
         .learners(num_learners=0)
         .training(train_batch_size_per_learner=500, timeout_s_sampler_manager=0.1)
         .rl_module(model_config=DefaultModelConfig(fcnet_hiddens=[64, 64], vf_share_layers=False))
-        .reporting(metrics_num_episodes_for_smoothing=20, min_time_s_per_iteration=1)
+        .reporting(metrics_num_episodes_for_smoothing=20, min_time_s_per_iteration=0)
+        .reporting(min_sample_timesteps_per_iteration=500)
         .debugging(seed=seed, log_level="ERROR")
         .build_algo()
     )

@@ -146,7 +146,7 @@ def impala(seed: int) -> dict[str, Any]:
     config = IMPALAConfig().environment("CartPole-v1").debugging(seed=seed).training(**IMPALA)
     config.env_runners(num_env_runners=2, num_envs_per_env_runner=5, rollout_fragment_length=50)
     config.rl_module(model_config={"fcnet_hiddens": (64, 64)})
-    config.reporting(metrics_num_episodes_for_smoothing=20, min_env_steps_per_iteration=2000)
+    config.reporting(metrics_num_episodes_for_smoothing=20, min_env_steps_per_iteration=500)
     way = Way(150, MOST_STEPS)
     with config.build() as algorithm:
         while True:

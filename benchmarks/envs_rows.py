@@ -49,7 +49,9 @@ ROWS = {
     "frames_copies": EnvRow("frames, copies of a trivial step", "percent", "%", (), {"rlmesh": 20}),
     "ppo_zoo": EnvRow("PPO to 475, SB3 zoo's settings", "seconds", "s", ("sb3", "torchrl"), {"best": 1}),
     "ppo_cleanrl": EnvRow("PPO to 475, CleanRL's settings", "seconds", "s", ("cleanrl",), {"cleanrl": 1}),
-    "ppo_rllib": EnvRow("PPO to 475, RLlib's settings", "seconds", "s", ("rllib",), {"rllib": 0.5}),
+    "ppo_rllib": EnvRow(
+        "PPO to 475, RLlib's settings", "seconds", "s", ("rllib",), {"rllib": 0.5}, limit_s=300
+    ),
     "ppo_own": EnvRow(
         "PPO to 475, own settings", "seconds", "s", (), {"best": 2 / 3}, also=("ppo_zoo", "ppo_cleanrl", "ppo_rllib")
     ),

@@ -95,8 +95,8 @@ def _line(row: EnvRow, found: Found) -> str:
     if not numbers:
         return f"{'failed':>12} {found[-1].get('failed', 'no number')}"
     median, known = statistics.median(numbers), [value for value in numbers if 0 < value < math.inf]
-    shown = f"{median:,.1f}" if 0 < median < math.inf else f">{least(row, found):,.1f}"
-    span = f"{min(known):,.1f} … {max(known):,.1f}" if known else ""
+    shown = _shown(median) if 0 < median < math.inf else f">{_shown(least(row, found))}"
+    span = f"{_shown(min(known))} … {_shown(max(known))}" if known else ""
     minutes = sum(each.get("took_s", 0.0) for each in found) / 60
     notes = []
     if stopped := [each for each in found if each.get("reached") is False]:
@@ -107,3 +107,7 @@ def _line(row: EnvRow, found: Found) -> str:
         notes.append(f"{len(failed)} failed: {failed[-1]}")
     note = "  " + "; ".join(notes) if notes else ""
     return f"{shown:>12} {row.unit:<10}{span:>24}{len(numbers):>7}{minutes:>9.1f}{note}"
+
+
+def _shown(value: float) -> str:
+    return f"{value:,.0f}" if value >= 1000 else f"{value:.2f}"
