@@ -45,6 +45,7 @@ help:
 	@echo 'make engines the tests of vLLM and DeepSpeed, which it installs (ENGINES_ARGS: arguments for pytest)'
 	@echo 'make bench   measure calls and start-up on this machine'
 	@echo 'make bench-peers   the same calls on Ray, xoscar and Monarch (RPC_ARGS: arguments for benchmarks/rpc.py)'
+	@echo 'make bench-envs    rlmesh.envs beside RLlib, Stable-Baselines3 and others (ENVS_ARGS: for benchmarks/envs_compare.py)'
 	@echo 'make lint    ruff only'
 	@echo 'make clean   remove the virtual environment and all caches, not the runs'
 
