@@ -1,13 +1,15 @@
 """All roles of a PPO training on one GPU: memory at the peak, and the time of a switch from one role to the next.
 
 python benchmarks/one_gpu.py                                     a model of the 0.5b shape
+python benchmarks/one_gpu.py --fused                             actor, engine and reference in one process
 python benchmarks/one_gpu.py --device cpu --shape check …        the same job, to try the program
 
 Actor, critic, reference and engine are processes that share the GPU; at most one of them is awake. A switch lasts from
 the moment at which one begins to sleep until the next is awake, if the next already waits; for all others, the sleep
-and the wake are added. The memory of the GPU is what its driver says, read every 20 ms, less what was used before. It
-stands beside what the largest of the processes would take alone: the most that its allocator ever held, and one CUDA
-context.
+and the wake are added. When a process has held more memory than at its sleep before, it also makes host memory as it
+goes to sleep: such switches are told apart. The memory of the GPU is what its driver says, read every 20 ms, less what
+was used before. It stands beside what the largest of the processes would take alone: the most that its allocator ever
+held, and one CUDA context.
 """
 
 from __future__ import annotations
@@ -36,6 +38,7 @@ from rlmesh.rl.algorithms import PPO
 from rlmesh.rl.rewards import Reward
 from rlmesh.rl.roles.actor import ActorRole
 from rlmesh.rl.roles.critic import CriticRole
+from rlmesh.rl.roles.fused import ActorRolloutRef
 from rlmesh.rl.roles.reference import ReferenceRole
 from rlmesh.rl.roles.rollout import RolloutRole
 from rlmesh.rl.roles.turns import Turns
@@ -101,6 +104,9 @@ class TimedReference(Timed, ReferenceRole): ...
 class TimedRollout(Timed, RolloutRole): ...
 
 
+class TimedFused(Timed, ActorRolloutRef): ...
+
+
 class MemoryReader:
     """Reads how many bytes of the first GPU are in use, until it is closed."""
 
@@ -140,6 +146,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--shape", choices=[*SHAPES], default="0.5b")
+    parser.add_argument("--fused", action="store_true", help="actor, engine and reference are one process")
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--max-tokens", type=int, default=64, help="of a response")
     parser.add_argument("--token-budget", type=int, default=8192)
@@ -168,11 +175,14 @@ def main() -> None:
         )  # fmt: skip
         builder = RLJobBuilder().config(run).node_num(1).device_type("GPU" if gpu else "CPU").device_per_node(1)
         builder.trainer().resource(cpu=1)
-        builder.actor(TimedActor).resource(accelerator=1)
+        builder.actor(TimedFused if args.fused else TimedActor).resource(accelerator=1)
         builder.critic(TimedCritic).resource(accelerator=1)
-        builder.reference(TimedReference).resource(accelerator=1)
-        builder.rollout(TimedRollout).resource(accelerator=1)
-        builder.with_collocation("ACTOR", "CRITIC", "REFERENCE", "ROLLOUT")
+        roles = ["ACTOR", "CRITIC"]
+        if not args.fused:
+            builder.reference(TimedReference).resource(accelerator=1)
+            builder.rollout(TimedRollout).resource(accelerator=1)
+            roles += ["REFERENCE", "ROLLOUT"]
+        builder.with_collocation(*roles)
         reader = MemoryReader() if gpu else None
         if gpu:
             time.sleep(1.0)
@@ -189,15 +199,20 @@ def main() -> None:
 
 
 def report(events: list[tuple[Any, ...]], *, gpu: bool, used: int, context: int) -> None:
-    switches, changes = [], {}
-    for (begin, asleep, *_, first, _), (wakes, awake, *_, second, _) in itertools.pairwise(events):
-        if (first, second) == ("sleep", "wake"):
+    first, later, changes = [], [], {}
+    held_before: dict[tuple[str, str], int] = {}
+    for (begin, asleep, who, part, one, most), (wakes, awake, *_, other, _) in itertools.pairwise(events):
+        if (one, other) == ("sleep", "wake"):
             # A role that waits wakes within milliseconds; another one was asked for later.
             waited = wakes - asleep < 0.1
-            switches.append(awake - begin if waited else asleep - begin + awake - wakes)
+            switch = awake - begin if waited else asleep - begin + awake - wakes
+            (first if most > held_before.get((who, part), -1) else later).append(switch)
+            held_before[who, part] = max(most, held_before.get((who, part), 0))
     for begin, end, who, part, event, _ in events:
         changes.setdefault((who, part, event), []).append(end - begin)
-    print(f"{len(switches)} switches: median {statistics.median(switches):.3f} s, longest {max(switches):.3f} s")
+    for name, seconds in (("that make host memory", first), ("after them", later)):
+        median = statistics.median(seconds)
+        print(f"{len(seconds)} switches {name}: median {median:.3f} s, longest {max(seconds):.3f} s")
     for (who, part, event), seconds in sorted(changes.items()):
         print(f"  {who} {part}: {event} {statistics.median(seconds):.3f} s, longest {max(seconds):.3f} s")
     if not gpu:
