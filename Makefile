@@ -17,6 +17,9 @@ DEMO_ARGS ?=
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --no-input --disable-pip-version-check --progress-bar off $(PIP_ARGS)
 export PIP_ROOT_USER_ACTION := ignore
+# Bytecode is kept, also where the environment says otherwise: each process of each job in the tests would compile the
+# whole package again.
+unexport PYTHONDONTWRITEBYTECODE
 
 # One stamp per step, inside the environment. The one of torch has its requirement in its name, so that a changed
 # TORCH is installed; the others follow pyproject.toml.
@@ -40,6 +43,7 @@ help:
 	@echo 'make engines the tests of vLLM and DeepSpeed, which it installs (ENGINES_ARGS: arguments for pytest)'
 	@echo 'make bench   measure calls and start-up on this machine'
 	@echo 'make bench-peers   the same calls on Ray, xoscar and Monarch (RPC_ARGS: arguments for benchmarks/rpc.py)'
+	@echo 'make bench-envs    rlmesh.envs beside RLlib, Stable-Baselines3 and others (ENVS_ARGS: for benchmarks/envs_compare.py)'
 	@echo 'make lint    ruff only'
 	@echo 'make clean   remove the virtual environment and all caches, not the runs'
 

@@ -1,116 +1,110 @@
-"""rlmesh.envs beside Stable-Baselines3 and RLlib: sampling, PPO on CartPole-v1, replay, time to the first result.
+"""rlmesh.envs beside Stable-Baselines3, RLlib, CleanRL, TorchRL, PufferLib and EnvPool.
 
-python benchmarks/envs_compare.py [--peers-python .venv-peers/bin/python] [--rows A,B] [--seeds 5] [--json FILE]
+python benchmarks/envs_compare.py --json FILE [--peers-python .venv-envs-peers/bin/python] [--rows A,B] [--seeds 5]
 
-The peers live in an environment of their own (benchmarks/envs_peers.txt); without one, only rlmesh is measured. Each
-measurement is a process of its own, on one thread per process; all libraries take turns, seed by seed, so that other
-load on the machine hits them alike. The table has medians, and the smallest and largest value.
+The peers live in an environment of their own, which `make bench-envs` makes; without one, only rlmesh is measured.
+Each measurement is a process of its own, with one thread, in an empty folder. All libraries take turns, seed by seed,
+so that other load on the machine hits them alike. The file is written after each measurement. The same command again
+goes on where it ended: it measures what the file has not, what failed, and what stopped at a lower limit.
+
+The table has medians, the smallest and the largest value, the ratio to each peer, and whether each goal is met. A
+training that stopped before its goal counts as longer than all others; ">" is before a median that is such a one.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import statistics
-import subprocess
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+
+from envs_results import Results
+from envs_rows import ROWS
+from envs_table import table
+from envs_tries import measured
 
 HERE = Path(__file__).resolve().parent
-LIMIT_S = 900
+RLMESH = "rlmesh"
 
 
-class EnvRow(NamedTuple):
-    title: str
-    key: str
-    unit: str
-    better: str
-    peers: tuple[str, ...]
-    goal: str
+def pairs(rows: list[str], seeds: int, libraries: set[str]) -> list[tuple[int, str, str]]:
+    """``(seed, row, library)`` of all measurements, in their order."""
+    return [
+        (seed, name, library)
+        for seed in range(seeds)
+        for name in rows
+        for library in (RLMESH, *ROWS[name].peers, *ROWS[name].beside)
+        if library in libraries
+    ]
 
 
-ROWS = {
-    "sampling_16": EnvRow("sampling, one process x 16", "steps_per_s", "steps/s", "higher", ("sb3",), ">= 1.3 x"),
-    "sampling_2x8": EnvRow("sampling, 2 runners x 8", "steps_per_s", "steps/s", "higher", ("rllib",), ">= 3 x"),
-    "ppo_zoo": EnvRow("PPO to 475, SB3 zoo's settings", "seconds", "s", "lower", ("sb3",), "< 1 x"),
-    "ppo_rllib": EnvRow("PPO to 475, RLlib's settings", "seconds", "s", "lower", ("rllib",), "<= 1/2 x"),
-    "ppo_own": EnvRow("PPO to 475, own settings", "seconds", "s", "lower", (), "<= 2/3 of the fastest"),
-    "dqn": EnvRow("DQN, CartPole to 195", "steps", "steps", "lower", ("sb3",), "<= 1.1 x"),
-    "sac": EnvRow("SAC, Pendulum to -250", "steps", "steps", "lower", ("sb3",), "<= 1.1 x"),
-    "td3": EnvRow("TD3, Pendulum to -250", "steps", "steps", "lower", ("sb3",), "<= 1.1 x"),
-    "impala": EnvRow("IMPALA, CartPole to 150", "steps", "steps", "lower", ("rllib",), "<= 1.1 x"),
-    "appo": EnvRow("APPO against PPO, 2 runners", "ratio", "x", "higher", (), ">= 1.2 x"),
-    "replay": EnvRow("prioritised replay, 256 a round", "rounds_per_s", "rounds/s", "higher", ("rllib",), ">= 20 x"),
-    "first_1": EnvRow("first result, one process", "seconds", "s", "lower", ("sb3", "rllib"), "<= 2 s"),
-    "first_2": EnvRow("first result, 2 runners", "seconds", "s", "lower", ("rllib",), "<= 4 s"),
-}
+def go_on(
+    results: Results, todo: list[tuple[int, str, str]], limits: dict[str, float], minutes: float | None,
+    measure: Callable[[str, str, int, float], dict[str, object]],
+) -> None:  # fmt: skip
+    """Measures what ``results`` lack, and begins none after ``minutes``."""
+    began = time.monotonic()
+    for at, (seed, name, library) in enumerate(todo):
+        if results.has(name, library, seed, limits[name]):
+            continue
+        if minutes is not None and time.monotonic() - began > 60 * minutes:
+            print(f"{minutes:g} minutes are over: {len(todo) - at} measurements were not looked at", file=sys.stderr)
+            return
+        load, since = os.getloadavg()[0], time.monotonic()
+        found = {**measure(name, library, seed, limits[name]), "load": round(load, 1), "limit_s": limits[name]}
+        found["took_s"] = round(time.monotonic() - since, 1)
+        results.add(name, library, seed, found)
+        print(f"[{at + 1}/{len(todo)}] {name} {library} {seed}: {found}", file=sys.stderr, flush=True)
 
 
-def measured(library: str, python: str, what: str, seed: int) -> dict[str, Any]:
-    """One measurement in a process of its own; empty if it failed, with the reason on standard error."""
-    variables = {**os.environ, "OMP_NUM_THREADS": "1", "RAY_DEDUP_LOGS": "0", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
-    try:
-        done = subprocess.run(
-            [python, str(HERE / f"envs_{library}.py"), what, str(seed)], capture_output=True, text=True,
-            timeout=LIMIT_S, env=variables,
-        )  # fmt: skip
-        found: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
-    except (subprocess.TimeoutExpired, ValueError, IndexError) as error:
-        print(f"{library} {what} {seed}: {error!r}", file=sys.stderr)
-        return {}
-    return found
+def parsed() -> tuple[argparse.Namespace, list[str], set[str]]:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--peers-python", default=str(HERE.parent / ".venv-envs-peers" / "bin" / "python"))
+    parser.add_argument("--rows", default=",".join(ROWS), help=f"default: all, {', '.join(ROWS)}")
+    parser.add_argument("--libraries", help="measure only these, separated by commas")
+    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--limit-s", type=float, help="seconds that a training may take, in place of its row's limit")
+    parser.add_argument("--minutes", type=float, help="begin no measurement after so many minutes")
+    parser.add_argument("--json", type=Path, help="the file of the results: read, continued, written")
+    parser.add_argument("--table", action="store_true", help="only print the table of the file")
+    options = parser.parse_args()
+    rows = options.rows.split(",")
+    if unknown := sorted(set(rows) - ROWS.keys()):
+        parser.error(f"there is no row {unknown[0]!r}; the rows are {', '.join(ROWS)}")
+    known = {RLMESH, *(each for row in ROWS.values() for each in (*row.peers, *row.beside))}
+    libraries = set(options.libraries.split(",")) if options.libraries else known
+    if unknown := sorted(libraries - known):
+        parser.error(f"there is no library {unknown[0]!r}; the libraries are {', '.join(sorted(known))}")
+    if options.table and (options.json is None or not options.json.exists()):
+        parser.error("--table prints the results of a file: name one that exists by --json")
+    if options.seeds < 1:
+        parser.error(f"--seeds {options.seeds}: at least 1")
+    if not options.table and not Path(options.peers_python).exists():
+        print(f"{options.peers_python} is not there: rlmesh alone", file=sys.stderr)
+        libraries &= {RLMESH}
+    return options, rows, libraries
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--peers-python", default=str(HERE.parent / ".venv-peers" / "bin" / "python"))
-    parser.add_argument("--rows", default=",".join(ROWS))
-    parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument("--json", type=Path)
-    options = parser.parse_args()
-    wanted = options.rows.split(",")
-    if unknown := sorted(set(wanted) - ROWS.keys()):
-        parser.error(f"there is no row {unknown[0]!r}; the rows are {', '.join(ROWS)}")
-    peers = Path(options.peers_python).exists()
-    if not peers:
-        print(f"{options.peers_python} is not there: rlmesh alone", file=sys.stderr)
-    results: dict[str, dict[str, list[dict[str, Any]]]] = {}
-    for seed in range(options.seeds):
-        for what in wanted:
-            libraries = [("rlmesh", sys.executable)]
-            libraries += [(peer, options.peers_python) for peer in ROWS[what].peers] if peers else []
-            for library, python in libraries:
-                found = measured(library, python, what, seed)
-                results.setdefault(what, {}).setdefault(library, []).append(found)
-                print(f"{what} {library} {seed}: {found}", file=sys.stderr)
-    if options.json:
-        options.json.write_text(json.dumps(results, indent=1) + "\n")
-    print(table(results))
+    options, rows, libraries = parsed()
+    try:
+        results = Results(options.json)
+    except ValueError as error:
+        sys.exit(str(error))
 
+    def measure(name: str, library: str, seed: int, limit_s: float) -> dict[str, object]:
+        python = sys.executable if library == RLMESH else options.peers_python
+        return measured([python, str(HERE / f"envs_{library}.py"), name, str(seed), str(limit_s)], limit_s)
 
-def table(results: dict[str, dict[str, list[dict[str, Any]]]]) -> str:
-    """The results as text, one line per row and library."""
-    lines = [f"{'':<34}{'':<9}{'median':>11} {'unit':<9}{'min … max':>22}  rlmesh : it  goal"]
-    for what, by_library in results.items():
-        row = ROWS[what]
-        medians: dict[str, float] = {}
-        for library, found in by_library.items():
-            values = [each[row.key] for each in found if row.key in each]
-            if not values:
-                lines.append(f"{row.title:<34}{library:<9}{'failed':>11}")
-                continue
-            medians[library] = statistics.median(values)
-            span = f"{min(values):,.1f} … {max(values):,.1f}"
-            ratio = f"{medians['rlmesh'] / medians[library]:.2f}" if "rlmesh" in medians and library != "rlmesh" else ""
-            missed = sum(not each.get("reached", True) for each in found)
-            note = f"  ({missed} of {len(found)} did not get there)" if missed else ""
-            lines.append(
-                f"{row.title:<34}{library:<9}{medians[library]:>11,.1f} {row.unit:<9}{span:>22}  {ratio:>11}  "
-                f"{row.goal if library == 'rlmesh' else ''}{note}"
-            )
-    return "\n".join(lines)
+    if not options.table:
+        limits = {name: options.limit_s or ROWS[name].limit_s for name in rows}
+        try:
+            go_on(results, pairs(rows, options.seeds, libraries), limits, options.minutes, measure)
+        except KeyboardInterrupt:
+            print("interrupted: this is the table so far", file=sys.stderr)
+    print(table(results.measured))
 
 
 if __name__ == "__main__":

@@ -1,76 +1,88 @@
-"""One measurement of RLlib: ``envs_rllib.py WHAT SEED`` prints a JSON object. Run by envs_compare.py."""
+"""One measurement of RLlib: ``envs_rllib.py ROW SEED [LIMIT_S]``, run by envs_compare.py, prints JSON."""
 
 from __future__ import annotations
 
-import json
-import sys
 import time
+from functools import partial
 from typing import Any
 
-STEPS = 20_000
+from envs_measure import MOST_STEPS, Rows, Way, main, rate, rounds
+
 STORED = 20_000
 """Transitions in RLlib's buffer: filling 1,000,000 takes RLlib an hour, and fewer make it faster."""
 
 
-def config(seed: int, runners: int = 2) -> Any:
+def config(seed: int, runners: int = 2, environments: int = 8) -> Any:
     from ray.rllib.algorithms.ppo import PPOConfig
 
     return (
         PPOConfig()
         .environment("CartPole-v1")
-        .env_runners(num_env_runners=runners, num_envs_per_env_runner=8)
+        .env_runners(num_env_runners=runners, num_envs_per_env_runner=environments)
         .debugging(seed=seed, log_level="ERROR")
     )
 
 
-def sampling(seed: int) -> dict[str, Any]:
-    """Steps a second, inference included, of 2 runners with 8 environments each."""
-    algorithm = config(seed).env_runners(rollout_fragment_length=250).build_algo()
-    group = algorithm.env_runner_group
-    sample = lambda runner: runner.sample(num_timesteps=2000)  # noqa: E731
-    group.foreach_env_runner(sample, local_env_runner=False)
-    began, steps = time.perf_counter(), 0
-    while steps < STEPS:
-        for episodes in group.foreach_env_runner(sample, local_env_runner=False):
-            steps += sum(map(len, episodes))
-    return {"steps_per_s": steps / (time.perf_counter() - began)}
+def sampling(runners: int, environments: int, frames: bool, seed: int) -> dict[str, Any]:
+    """Steps a second: inference included on CartPole-v1, actions at random on frames."""
+    from envs_frames import Frames
+
+    chosen = config(seed, runners, environments).env_runners(rollout_fragment_length=250)
+    algorithm = (chosen.environment(Frames) if frames else chosen).build_algo()
+    each = 4000 // max(runners, 1)
+
+    def sample(runner: Any) -> Any:
+        return runner.sample(num_timesteps=each, random_actions=frames)
+
+    def collect() -> int:
+        if not runners:
+            return sum(map(len, sample(algorithm.env_runner)))
+        found = algorithm.env_runner_group.foreach_env_runner(sample, local_env_runner=False)
+        return sum(len(episode) for episodes in found for episode in episodes)
+
+    return rate(collect)
 
 
 def ppo(seed: int) -> dict[str, Any]:
     """Seconds and steps until the mean of 100 episodes is 475, at RLlib's defaults."""
-    began = time.perf_counter()
+    way = Way(475, MOST_STEPS)
     algorithm = config(seed).build_algo()
     while True:
         result = algorithm.train()
-        steps = int(result["num_env_steps_sampled_lifetime"])
-        mean = result["env_runners"].get("episode_return_mean", 0.0)
-        if mean >= 475 or steps > 500_000:
-            return {"seconds": time.perf_counter() - began, "steps": steps, "reached": bool(mean >= 475)}
+        episodes = result["env_runners"]
+        enough = episodes.get("num_episodes_lifetime", 0) >= 100
+        if way.ends(result["num_env_steps_sampled_lifetime"], episodes.get("episode_return_mean"), enough):
+            return way.result
 
 
 def impala(seed: int) -> dict[str, Any]:
-    """Steps until the mean of the last 20 episodes is 150, with the settings of envs_rlmesh.py."""
+    """Steps until the mean of the last 20 episodes is 150, with the settings of envs_rlmesh.py.
+
+    Without a least number of steps, its ``train()`` returns thousands of times without a step, while the server of its
+    runners' weights starts; without a time-out, it polls its runners and takes their core.
+    """
     from ray.rllib.algorithms.impala import IMPALAConfig
     from ray.rllib.core.rl_module.default_model_config import DefaultModelConfig
 
-    began = time.perf_counter()
+    way = Way(150, MOST_STEPS)
     algorithm = (
         IMPALAConfig()
         .environment("CartPole-v1")
         .env_runners(num_env_runners=2, num_envs_per_env_runner=5, rollout_fragment_length=50)
         .learners(num_learners=0)
-        .training(train_batch_size_per_learner=500)
+        .training(train_batch_size_per_learner=500, timeout_s_sampler_manager=0.1)
         .rl_module(model_config=DefaultModelConfig(fcnet_hiddens=[64, 64], vf_share_layers=False))
         .reporting(metrics_num_episodes_for_smoothing=20, min_time_s_per_iteration=0)
+        .reporting(min_sample_timesteps_per_iteration=500)
         .debugging(seed=seed, log_level="ERROR")
         .build_algo()
     )
     while True:
         result = algorithm.train()
-        steps = int(result.get("num_env_steps_sampled_lifetime", 0))
-        mean = result.get("env_runners", {}).get("episode_return_mean", 0.0)
-        if mean >= 150 or steps > 300_000:
-            return {"seconds": time.perf_counter() - began, "steps": steps, "reached": bool(mean >= 150)}
+        episodes = result.get("env_runners", {})
+        enough = episodes.get("num_episodes_lifetime", 0) >= 20
+        if way.ends(result.get("num_env_steps_sampled_lifetime", 0), episodes.get("episode_return_mean"), enough):
+            return way.result
 
 
 def first_result(runners: int, seed: int) -> dict[str, Any]:
@@ -101,23 +113,21 @@ def replay(seed: int) -> dict[str, Any]:
 
     buffer.add(rows(STORED))
     few = rows(256)
-    began, rounds = time.perf_counter(), 0
-    while time.perf_counter() - began < 5:
+
+    def one() -> None:
         buffer.add(few)
         batch = buffer.sample(256, beta=0.4)
         buffer.update_priorities(batch["batch_indexes"], random.random(256))
-        rounds += 1
-    return {"rounds_per_s": rounds / (time.perf_counter() - began), "stored": len(buffer)}
+
+    return rounds(one, len(buffer), 5)
 
 
-def measure(what: str, seed: int) -> dict[str, Any]:
-    known = {
-        "sampling_2x8": lambda: sampling(seed), "ppo_rllib": lambda: ppo(seed), "replay": lambda: replay(seed),
-        "impala": lambda: impala(seed),
-        "first_1": lambda: first_result(0, seed), "first_2": lambda: first_result(2, seed),
-    }  # fmt: skip
-    return known[what]() if what in known else {}
-
+ROWS: Rows = {
+    "sampling_16": partial(sampling, 0, 16, False), "sampling_2x8": partial(sampling, 2, 8, False),
+    "frames_16": partial(sampling, 0, 16, True), "frames_2x8": partial(sampling, 2, 8, True),
+    "ppo_rllib": ppo, "impala": impala, "replay": replay,
+    "first_1": partial(first_result, 0), "first_2": partial(first_result, 2),
+}  # fmt: skip
 
 if __name__ == "__main__":
-    print(json.dumps(measure(sys.argv[1], int(sys.argv[2]))))
+    main(ROWS)

@@ -1,15 +1,12 @@
-"""One measurement of rlmesh.envs: ``envs_rlmesh.py WHAT SEED`` prints a JSON object. Run by envs_compare.py."""
+"""One measurement of rlmesh.envs: ``envs_rlmesh.py ROW SEED [LIMIT_S]``, run by envs_compare.py, prints JSON."""
 
 from __future__ import annotations
 
-import json
-import sys
 import time
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-STEPS = 40_000
+from envs_measure import MOST_STEPS, OFF_POLICY_STEPS, STEPS, Rows, Way, main, rate, rounds
 
 
 def sampling(remote: bool, seed: int) -> dict[str, Any]:
@@ -23,11 +20,37 @@ def sampling(remote: bool, seed: int) -> dict[str, Any]:
         config.env_runners(num_envs_per_env_runner=16)
     with config.build() as algorithm:
         group = algorithm.env_runner_group
-        group.sample_all(num_steps=2000)
-        began, steps = time.perf_counter(), 0
-        while steps < STEPS:
-            steps += sum(len(batch) for batch in group.sample_all(num_steps=4000))
-        return {"steps_per_s": steps / (time.perf_counter() - began)}
+        return rate(lambda: sum(len(batch) for batch in group.sample_all(num_steps=4000)))
+
+
+def frames(runners: int, environments: int, seed: int) -> dict[str, Any]:
+    """Steps a second of frames of 84 × 84 × 4 bytes, with actions at random."""
+    from envs import RandomPolicy
+    from envs_frames import Frames
+
+    from rlmesh.envs import EnvRunner, EnvRunnerGroup
+
+    given: dict[str, Any] = {"infos": False, "new_obs": False, "seed": seed, "num_envs": environments}
+    if not runners:
+        local = EnvRunner(lambda context: Frames(), RandomPolicy, **given)
+        return rate(lambda: len(local.sample(4000)))
+    with EnvRunnerGroup(
+        policy_class=RandomPolicy, env_creator=lambda context: Frames(), num_env_runners=runners, **given
+    ) as group:
+        return rate(lambda: sum(len(batch) for batch in group.sample_all(num_steps=4000)))
+
+
+def copies(seed: int) -> dict[str, Any]:
+    """Per cent of the CPU of a step with such frames that copies the observation."""
+    from envs import RandomPolicy, cpu_without_copies, memcpy_us
+    from envs_frames import Frames
+
+    from rlmesh.envs import EnvRunner
+
+    runner = EnvRunner(lambda context: Frames(), RandomPolicy, infos=False, new_obs=False, seed=seed, num_envs=8)
+    runner.sample(4000)
+    whole, rest = cpu_without_copies(runner, 3)
+    return {"percent": 100 * (whole - rest) / whole, "step_us": whole, "memcpy_us": memcpy_us()}
 
 
 ZOO: dict[str, Any] = {
@@ -37,9 +60,23 @@ ZOO: dict[str, Any] = {
 """The settings of rl-baselines3-zoo for PPO on CartPole-v1, with 8 environments."""
 RLLIB: dict[str, Any] = {
     "train_batch_size": 4000, "minibatch_size": 128, "num_epochs": 30, "lr": 5e-5, "lambda_": 1.0, "clip_param": 0.3,
-    "vf_loss_coeff": 1.0, "vf_clip_param": 10.0, "kl_coeff": 0.2, "grad_clip": None,
+    "vf_loss_coeff": 1.0, "vf_clip_param": 10.0, "kl_coeff": 0.2, "grad_clip": None, "adam_epsilon": 1e-8,
 }  # fmt: skip
 """RLlib's defaults for PPO."""
+CLEANRL: dict[str, Any] = {
+    "train_batch_size": 4 * 128, "minibatch_size": 128, "num_epochs": 4, "lr": [[0, 2.5e-4], [500_000, 0.0]],
+    "gamma": 0.99, "lambda_": 0.95, "clip_param": 0.2, "entropy_coeff": 0.01, "vf_loss_coeff": 0.25, "grad_clip": 0.5,
+}  # fmt: skip
+"""The settings of CleanRL's ppo.py, with 4 environments; its loss has half of the squared error of the values.
+
+It also clips values around their former ones, which rlmesh does not have.
+"""
+
+
+OWN: dict[str, Any] = {
+    "train_batch_size": 1024, "minibatch_size": 128, "num_epochs": 8, "lambda_": 0.9, "gamma": 0.98, "lr": 2e-3,
+}  # fmt: skip
+"""Settings of our own for CartPole-v1, with 8 environments."""
 
 
 def ppo(settings: str, seed: int) -> dict[str, Any]:
@@ -52,15 +89,17 @@ def ppo(settings: str, seed: int) -> dict[str, Any]:
     elif settings == "rllib":
         config.env_runners(num_env_runners=2, num_envs_per_env_runner=8).training(**RLLIB)
         config.rl_module(model_config={"fcnet_hiddens": (256, 256)})
-    began = time.perf_counter()
+    elif settings == "cleanrl":
+        config.env_runners(num_envs_per_env_runner=4).training(**CLEANRL)
+    else:
+        config.training(**OWN)
+    way = Way(475, 100_000 if settings == "zoo" else MOST_STEPS)
     with config.build() as algorithm:
         while True:
             result = algorithm.train()
-            steps, mean = result["num_env_steps_sampled_lifetime"], result["episode_reward_mean"]
             enough = result["env_runners"]["num_episodes_lifetime"] >= 100
-            seconds = time.perf_counter() - began
-            if (enough and mean >= 475) or steps > 500_000:
-                return {"seconds": seconds, "steps": steps, "reached": bool(mean >= 475)}
+            if way.ends(result["num_env_steps_sampled_lifetime"], result["episode_reward_mean"], enough):
+                return way.result
 
 
 def off_policy(name: str, seed: int) -> dict[str, Any]:
@@ -85,14 +124,13 @@ def off_policy(name: str, seed: int) -> dict[str, Any]:
             config.training(exploration_noise=0.1)
     config.rl_module(model_config={"fcnet_hiddens": (64, 64), "fcnet_activation": "relu"})
     config.reporting(min_env_steps_per_iteration=256, metrics_num_episodes_for_smoothing=episodes)
-    began = time.perf_counter()
+    way = Way(goal, OFF_POLICY_STEPS)
     with config.build() as algorithm:
         while True:
             result = algorithm.train()
-            steps, mean = result["num_env_steps_sampled_lifetime"], result["episode_reward_mean"]
             enough = result["env_runners"]["num_episodes_lifetime"] >= episodes
-            if (enough and mean >= goal) or steps >= 50_000:
-                return {"seconds": time.perf_counter() - began, "steps": steps, "reached": bool(mean >= goal)}
+            if way.ends(result["num_env_steps_sampled_lifetime"], result["episode_reward_mean"], enough):
+                return way.result
 
 
 IMPALA: dict[str, Any] = {
@@ -108,14 +146,14 @@ def impala(seed: int) -> dict[str, Any]:
     config = IMPALAConfig().environment("CartPole-v1").debugging(seed=seed).training(**IMPALA)
     config.env_runners(num_env_runners=2, num_envs_per_env_runner=5, rollout_fragment_length=50)
     config.rl_module(model_config={"fcnet_hiddens": (64, 64)})
-    config.reporting(metrics_num_episodes_for_smoothing=20, min_env_steps_per_iteration=2000)
-    began = time.perf_counter()
+    config.reporting(metrics_num_episodes_for_smoothing=20, min_env_steps_per_iteration=500)
+    way = Way(150, MOST_STEPS)
     with config.build() as algorithm:
         while True:
             result = algorithm.train()
-            steps, mean = result["num_env_steps_sampled_lifetime"], result["episode_reward_mean"]
-            if mean >= 150 or steps > 300_000:
-                return {"seconds": time.perf_counter() - began, "steps": steps, "reached": bool(mean >= 150)}
+            enough = result["env_runners"]["num_episodes_lifetime"] >= 20
+            if way.ends(result["num_env_steps_sampled_lifetime"], result["episode_reward_mean"], enough):
+                return way.result
 
 
 def appo(seed: int) -> dict[str, Any]:
@@ -172,26 +210,23 @@ def replay(seed: int) -> dict[str, Any]:
     for _ in range(100):
         buffer.add(rows(10_000))
     few = rows(256)
-    began, rounds = time.perf_counter(), 0
-    while time.perf_counter() - began < 3:
+
+    def one() -> None:
         buffer.add(few)
         batch = buffer.sample(256)
         buffer.update_priorities(batch["batch_indexes"], random.random(256))
-        rounds += 1
-    return {"rounds_per_s": rounds / (time.perf_counter() - began), "stored": len(buffer)}
+
+    return rounds(one, len(buffer))
 
 
-def measure(what: str, seed: int) -> dict[str, Any]:
-    rows: dict[str, Callable[[], dict[str, Any]]] = {
-        "sampling_16": lambda: sampling(False, seed), "sampling_2x8": lambda: sampling(True, seed),
-        "ppo_zoo": lambda: ppo("zoo", seed), "ppo_rllib": lambda: ppo("rllib", seed),
-        "ppo_own": lambda: ppo("own", seed),
-        "first_1": lambda: first_result(0, seed), "first_2": lambda: first_result(2, seed),
-        "replay": lambda: replay(seed), "impala": lambda: impala(seed), "appo": lambda: appo(seed),
-        **{name.lower(): partial(off_policy, name, seed) for name in ("DQN", "SAC", "TD3")},
-    }  # fmt: skip
-    return rows[what]()
-
+ROWS: Rows = {
+    "sampling_16": partial(sampling, False), "sampling_2x8": partial(sampling, True),
+    "frames_16": partial(frames, 0, 16), "frames_2x8": partial(frames, 2, 8), "frames_copies": copies,
+    "ppo_zoo": partial(ppo, "zoo"), "ppo_rllib": partial(ppo, "rllib"), "ppo_cleanrl": partial(ppo, "cleanrl"),
+    "ppo_own": partial(ppo, "own"), "impala": impala, "appo": appo, "replay": replay,
+    "first_1": partial(first_result, 0), "first_2": partial(first_result, 2),
+    **{name.lower(): partial(off_policy, name) for name in ("DQN", "SAC", "TD3")},
+}  # fmt: skip
 
 if __name__ == "__main__":
-    print(json.dumps(measure(sys.argv[1], int(sys.argv[2]))))
+    main(ROWS)

@@ -1,13 +1,12 @@
-"""One measurement of Stable-Baselines3: ``envs_sb3.py WHAT SEED`` prints a JSON object. Run by envs_compare.py."""
+"""One measurement of Stable-Baselines3: ``envs_sb3.py ROW SEED [LIMIT_S]``, run by envs_compare.py, prints JSON."""
 
 from __future__ import annotations
 
-import json
-import sys
 import time
+from functools import partial
 from typing import Any
 
-STEPS = 40_000
+from envs_measure import OFF_POLICY_STEPS, Rows, Way, main, rate
 
 
 def sampling(seed: int) -> dict[str, Any]:
@@ -21,15 +20,11 @@ def sampling(seed: int) -> dict[str, Any]:
     callback = CallbackList([])
     callback.init_callback(model)
 
-    def collect() -> None:
+    def collect() -> int:
         model.collect_rollouts(model.env, callback, model.rollout_buffer, n_rollout_steps=250)
+        return 4000
 
-    collect()
-    began, steps = time.perf_counter(), 0
-    while steps < STEPS:
-        collect()
-        steps += 4000
-    return {"steps_per_s": steps / (time.perf_counter() - began)}
+    return rate(collect)
 
 
 def ppo(seed: int) -> dict[str, Any]:
@@ -39,24 +34,24 @@ def ppo(seed: int) -> dict[str, Any]:
     from stable_baselines3.common.env_util import make_vec_env
 
     class Stop(BaseCallback):  # type: ignore[misc]
-        reached = False
+        over = False
 
         def _on_step(self) -> bool:
-            return not self.reached
+            return not self.over
 
         def _on_rollout_end(self) -> None:
             last = self.model.ep_info_buffer
-            self.reached = len(last) == 100 and sum(each["r"] for each in last) / 100 >= 475
+            mean = sum(each["r"] for each in last) / len(last) if last else None
+            self.over = way.ends(self.num_timesteps, mean, len(last) == 100)
 
-    began = time.perf_counter()
+    way = Way(475, 100_000)
     model = PPO(
         "MlpPolicy", make_vec_env("CartPole-v1", 8, seed=seed), n_steps=32, batch_size=256, gae_lambda=0.8, gamma=0.98,
         n_epochs=20, ent_coef=0.0, learning_rate=lambda left: left * 1e-3, clip_range=lambda left: left * 0.2,
         seed=seed, device="cpu",
     )  # fmt: skip
-    stop = Stop()
-    model.learn(100_000, callback=stop)
-    return {"seconds": time.perf_counter() - began, "steps": model.num_timesteps, "reached": stop.reached}
+    model.learn(100_000, callback=Stop())
+    return way.result
 
 
 def off_policy(name: str, seed: int) -> dict[str, Any]:
@@ -70,13 +65,12 @@ def off_policy(name: str, seed: int) -> dict[str, Any]:
     goal, episodes = (195.0, 20) if name == "DQN" else (-250.0, 10)
 
     class Stop(BaseCallback):  # type: ignore[misc]
-        reached = False
-
         def _on_step(self) -> bool:
+            if self.num_timesteps % 256:
+                return True
             last = list(self.model.ep_info_buffer)[-episodes:]
-            if self.num_timesteps % 256 == 0 and len(last) == episodes:
-                self.reached = sum(each["r"] for each in last) / episodes >= goal
-            return not self.reached
+            mean = sum(each["r"] for each in last) / len(last) if last else None
+            return not way.ends(self.num_timesteps, mean, len(last) == episodes)
 
     settings: dict[str, Any] = {"buffer_size": 100_000, "policy_kwargs": {"net_arch": [64, 64]}, "device": "cpu"}
     if name == "DQN":
@@ -90,11 +84,10 @@ def off_policy(name: str, seed: int) -> dict[str, Any]:
         if name == "TD3":
             settings["action_noise"] = NormalActionNoise(np.zeros(1), 0.1 * np.ones(1))
     env = make_vec_env("CartPole-v1" if name == "DQN" else "Pendulum-v1", 1, seed=seed)
-    began = time.perf_counter()
+    way = Way(goal, OFF_POLICY_STEPS)
     model = getattr(stable_baselines3, name)("MlpPolicy", env, seed=seed, **settings)
-    stop = Stop()
-    model.learn(50_000, callback=stop)
-    return {"seconds": time.perf_counter() - began, "steps": model.num_timesteps, "reached": stop.reached}
+    model.learn(50_000, callback=Stop())
+    return way.result
 
 
 def first_result(seed: int) -> dict[str, Any]:
@@ -110,13 +103,10 @@ def first_result(seed: int) -> dict[str, Any]:
     return {"seconds": time.perf_counter() - began}
 
 
-def measure(what: str, seed: int) -> dict[str, Any]:
-    if what in ("dqn", "sac", "td3"):
-        return off_policy(what.upper(), seed)
-    if what not in ("sampling_16", "ppo_zoo", "first_1"):
-        return {}
-    return {"sampling_16": sampling, "ppo_zoo": ppo, "first_1": first_result}[what](seed)
-
+ROWS: Rows = {
+    "sampling_16": sampling, "ppo_zoo": ppo, "first_1": first_result,
+    **{name.lower(): partial(off_policy, name) for name in ("DQN", "SAC", "TD3")},
+}  # fmt: skip
 
 if __name__ == "__main__":
-    print(json.dumps(measure(sys.argv[1], int(sys.argv[2]))))
+    main(ROWS)
