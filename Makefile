@@ -17,6 +17,9 @@ DEMO_ARGS ?=
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --no-input --disable-pip-version-check --progress-bar off $(PIP_ARGS)
 export PIP_ROOT_USER_ACTION := ignore
+# Bytecode is kept, also where the environment says otherwise: each process of each job in the tests would compile the
+# whole package again.
+unexport PYTHONDONTWRITEBYTECODE
 
 # One stamp per step, inside the environment. The one of torch has its requirement in its name, so that a changed
 # TORCH is installed; the others follow pyproject.toml.

@@ -3,12 +3,12 @@
 python benchmarks/pipelines_gpu.py                                    a model of the 0.5b shape on two GPUs
 python benchmarks/pipelines_gpu.py --device cpu --shape check …       the same job, to try the program
 
-Both sides really compute: an actor trains, engines of transformers sample with continuous batching. Only the lengths
-of the responses are drawn beforehand (log-normal, sigma 1, cut off at 8 times the median), since a model of random
-weights never ends one. The passes of training over a batch are chosen so that training takes about as long as sampling
-in the separated synchronous pipeline. Colocated, two ranks and two engines share both GPUs and take turns; in the
-others, one GPU trains and one samples. The first steps are not counted. A side is busy while it computes a call: the
-engine, while it has requests.
+Both sides really compute: an actor trains, engines of transformers sample with continuous batching. Only the lengths of
+the responses are drawn beforehand (log-normal, sigma 1, cut off at 8 times the median), since a model of random weights
+never ends one. The passes of training over a batch are chosen so that training takes about as long as sampling in the
+separated synchronous pipeline. Colocated, two ranks and two engines share both GPUs and take turns; in the others, one
+GPU trains and one samples. The first steps, and the last, which saves a checkpoint, are not counted. A side is busy
+while it computes a call: the engine, while it has requests.
 """
 
 from __future__ import annotations
@@ -201,7 +201,7 @@ def measure(base: Path, run: GpuPipeline) -> Seen:
     folder = Path(result.run_dir)
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     steps = {line["step"]: line for line in lines if line["role"] == "TRAINER" and "reward_mean" in line["metrics"]}
-    used = [steps[step] for step in range(LEFT_OUT, run.steps + 1)]
+    used = [steps[step] for step in range(LEFT_OUT, run.steps)]
     begin, end, count = used[0]["at"], used[-1]["at"], len(used) - 1
 
     def mean(name: str) -> float:
@@ -257,7 +257,7 @@ def main() -> None:
         print(f"{where}, torch {torch.__version__}; shape {args.shape}, {args.samples} responses each, {lengths}")
         print(f"{args.prompts} prompts of {args.prompt_tokens} tokens, {args.steps} steps")
         if not args.epochs:
-            once = measure(base, replace(run, steps=LEFT_OUT + 3))
+            once = measure(base, replace(run, steps=LEFT_OUT + 4))
             rest = once.step_s - once.sampling_s - once.actor_s()
             epochs = max(1, round((once.sampling_s - rest) / once.actor_s()))
             print(

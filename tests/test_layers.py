@@ -7,6 +7,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -143,7 +144,12 @@ def _walk(node: ast.AST, module: str, package: str, *, at_top: bool, typing_only
 
 
 MODULES = modules()
-IMPORTS = [each for module, path in MODULES.items() for each in imports_of(module, path)]
+
+
+@cache
+def imports() -> list[Import]:
+    """All imports of the library and the launcher, once for all tests of this file."""
+    return [each for module, path in MODULES.items() for each in imports_of(module, path)]
 
 
 def within(module: str, packages: tuple[str, ...]) -> bool:
@@ -160,7 +166,7 @@ def test_every_module_has_a_layer() -> None:
 
 def test_imports_point_down() -> None:
     wrong = []
-    for each in IMPORTS:
+    for each in imports():
         importer, imported = layer_of(each.module), layer_of(each.imports)
         if importer is not None and imported is not None and imported > importer:
             wrong.append(str(each))
@@ -170,7 +176,7 @@ def test_imports_point_down() -> None:
 def test_no_imports_form_a_cycle() -> None:
     """Imports inside functions and those for type checkers count too."""
     below: dict[str, set[str]] = {module: set() for module in MODULES}
-    for each in IMPORTS:
+    for each in imports():
         known = any(within(each.module, group) and within(each.imports, group) for group in MAY_IMPORT_EACH_OTHER)
         if each.imports in MODULES and each.imports != each.module and not known:
             below[each.module].add(each.imports)
@@ -183,7 +189,7 @@ def test_no_imports_form_a_cycle() -> None:
 def test_nobody_inside_imports_what_is_for_the_outside() -> None:
     wrong = [
         str(each)
-        for each in IMPORTS
+        for each in imports()
         if within(each.imports, NOT_FROM_INSIDE) and not within(each.module, MAY_IMPORT_THEM)
     ]
     assert wrong == []
@@ -191,7 +197,7 @@ def test_nobody_inside_imports_what_is_for_the_outside() -> None:
 
 def test_the_package_itself_imports_nothing_but_types() -> None:
     """``import rlmesh`` is free: its names are found when they are asked for."""
-    inside = [e for e in IMPORTS if e.module == "rlmesh" and e.at_top and not e.typing_only]
+    inside = [e for e in imports() if e.module == "rlmesh" and e.at_top and not e.typing_only]
     assert [str(each) for each in inside if within(each.imports, ("rlmesh",)) and each.imports != "rlmesh"] == []
 
 
@@ -199,7 +205,7 @@ def test_the_package_itself_imports_nothing_but_types() -> None:
 def test_the_layers_for_training_use_public_names_only(layer: str) -> None:
     wrong = [
         str(each)
-        for each in IMPORTS
+        for each in imports()
         if within(each.module, (layer,))
         and within(each.imports, ("rlmesh", "rlmesh_launcher"))
         and not within(each.imports, (layer,))
@@ -210,7 +216,7 @@ def test_the_layers_for_training_use_public_names_only(layer: str) -> None:
 
 @pytest.mark.parametrize("name", HEAVY)
 def test_heavy_packages_are_imported_only_where_they_are_needed(name: str) -> None:
-    wrong = [str(e) for e in IMPORTS if within(e.imports, (name,)) and not within(e.module, HEAVY[name])]
+    wrong = [str(e) for e in imports() if within(e.imports, (name,)) and not within(e.module, HEAVY[name])]
     assert wrong == []
 
 
@@ -218,7 +224,7 @@ def test_heavy_packages_are_imported_only_where_they_are_needed(name: str) -> No
 def test_outside_the_rl_layer_heavy_packages_are_imported_inside_functions(name: str) -> None:
     wrong = [
         str(each)
-        for each in IMPORTS
+        for each in imports()
         if within(each.imports, (name,))
         and not within(
             each.module, ("rlmesh.rl", "rlmesh.envs", "rlmesh.weights.cuda.triton_kernels", "rlmesh.memory.cuda")
@@ -235,7 +241,7 @@ def test_the_guardian_needs_the_standard_library_only() -> None:
         "rlmesh.agent.processes.guardian", "rlmesh.agent.processes.ownership", "rlmesh.agent.processes.control_groups",
         "rlmesh.agent.processes.stopped", "rlmesh.private_files",
     )  # fmt: skip
-    top = [each for each in IMPORTS if each.module in its_own and each.at_top and not each.typing_only]
+    top = [each for each in imports() if each.module in its_own and each.at_top and not each.typing_only]
     assert top
     neighbours = {"ownership", "control_groups", "private_files", "stopped"}  # so a script finds them
     allowed = {*sys.stdlib_module_names, *neighbours}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 from typing import Any
 
@@ -84,6 +85,33 @@ def test_asleep_at_level_2_it_holds_no_weights_and_wakes_without_a_version() -> 
     engine.sink.flip(4)
     engine.gate.set_version(4)
     assert largest_gap(engine.log_probs(PROBE), before) < 1e-5
+
+
+def bytes_of_tensors() -> int:
+    """The memory of all tensors that Python can reach, or has not collected yet."""
+    storages = {}
+    for found in gc.get_objects():
+        if isinstance(found, torch.Tensor):
+            storages[found.untyped_storage()._cdata] = found.untyped_storage().nbytes()
+    return sum(storages.values())
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_asleep_it_keeps_no_cache_even_if_no_garbage_is_collected(level: Any) -> None:
+    engine = TransformersEngine(tiny(0), version=3, mode="in_place", stop_token_ids=[])
+    gc.collect()
+    gc.disable()
+    try:
+        before = bytes_of_tensors()
+        weights = sum(tensor.untyped_storage().nbytes() for tensor in engine.model.state_dict().values())
+        engine.generate(PROMPTS, SamplingParams(100))
+        engine.sleep(level)
+        left = bytes_of_tensors()
+    finally:
+        gc.enable()
+    # A cache of 128 places takes more than what is tolerated here.
+    assert left - before + (weights if level == 2 else 0) < 4096
+    engine.close()
 
 
 def test_a_response_ends_at_its_time_limit_with_the_tokens_that_it_has() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import signal
 from concurrent.futures import Future
@@ -151,6 +152,39 @@ def test_the_clipped_ratio_of_appo_is_that_of_the_paper() -> None:
     gains = np.minimum(ratio * advantages.numpy(), np.clip(ratio, 0.9, 1.1) * advantages.numpy())
     assert loss.item() == pytest.approx(-gains.mean(), rel=1e-4)
     assert stats["kl"] > 0
+
+
+def test_what_the_target_gave_is_kept_until_it_moves(monkeypatch: pytest.MonkeyPatch) -> None:
+    policy = ModulePolicy(Count.observation_space, Count.action_space, {"seed": 3})
+    learner = APPOLearner(policy.module, APPOConfig().policy_config())
+    runner = EnvRunner(lambda context: Count(), ModulePolicy, policy_config={"seed": 5}, seed=5)
+    batches = [learner.tensors_of(runner.sample(30)) for _ in range(20)]
+    state = copy.deepcopy(learner.get_state())
+
+    def fresh(number: int) -> torch.Tensor:
+        found: torch.Tensor = learner.target.forward_train(batches[number])["action_dist_inputs"]
+        return found
+
+    def same(*numbers: int) -> bool:
+        return all(torch.equal(learner.target_inputs(batches[each]), fresh(each)) for each in numbers)
+
+    with torch.no_grad():
+        assert same(*range(20), *range(20))
+        expected = fresh(10)
+        with monkeypatch.context() as patched:  # the last 16 batches are not computed again
+            patched.setattr(learner.target, "exploration_layers", lambda: torch.nn.Tanh())
+            computed = learner.target_inputs(batches[0])
+            assert torch.equal(computed, batches[0]["obs"].tanh())
+            assert torch.equal(learner.target_inputs(batches[10]), expected)
+        for parameter in policy.module.parameters():
+            parameter.mul_(1.5)
+        before = fresh(3)
+        learner.follow(0.5)
+        assert same(*range(20))
+        assert not torch.equal(before, fresh(3))
+        learner.set_state(state)
+        assert same(*range(20))
+        assert torch.equal(before, fresh(3))
 
 
 def test_a_circular_buffer_uses_each_batch_so_many_times() -> None:

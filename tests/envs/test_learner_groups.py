@@ -6,7 +6,6 @@ import os
 import signal
 import threading
 from collections.abc import Callable
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -33,10 +32,7 @@ from rlmesh.envs.learners.partners import LearnerShare, Partners
 from rlmesh.envs.learners.remote.learners import RemoteLearners, shares_of
 from rlmesh.errors import RLMeshError, UsageError
 
-
-class ToDouble(torch.nn.Module):
-    def forward(self, observations: torch.Tensor) -> torch.Tensor:
-        return observations.double()
+from .recurrent.tasks import MODELS, Exact, ToDouble
 
 
 class Doubled(ActorCriticModule):
@@ -71,16 +67,19 @@ class ThreadPartners(Partners):
 
 def settings_of(kind: str) -> AlgorithmConfig:
     config: AlgorithmConfig
+    kind, _, memory = kind.partition("-")
     if kind == "PPO":
         config = PPOConfig().training(train_batch_size=96, minibatch_size=20, num_epochs=3, kl_coeff=0.2, lr=3e-3)
     else:
         config = IMPALAConfig().training(train_batch_size=96, num_epochs=3, lr=3e-3).env_runners(num_env_runners=0)
-    return config.environment("CartPole-v1").rl_module(module_class=Doubled).debugging(seed=4)
+    model = {"module_class": Exact, "model_config": MODELS[memory]} if memory else {"module_class": Doubled}
+    return config.environment("CartPole-v1").rl_module(**model).debugging(seed=4)
 
 
 def batch_for(config: AlgorithmConfig, fragments: tuple[int, ...] = (9, 25, 14)) -> SampleBatch:
     """Fragments of some lengths of two environments, sampled by another policy than that which learns."""
     more = {"estimate_advantages": config.get("estimate_advantages"), "gamma": 0.99, "lambda_": 0.95, "seed": 1}
+    more |= {name: config[name] for name in ("module_class", "model_config") if config["model_config"]}
     runner = EnvRunner("CartPole-v1", ModulePolicy, policy_config=more, num_envs=2, seed=1)
     batch: SampleBatch = SampleBatch.concat_samples([runner.sample(2 * steps) for steps in fragments])
     real = {name: column.astype(np.float64) for name, column in batch.items() if column.dtype == np.float32}
@@ -118,7 +117,7 @@ def together(learners: list[Learner], shares: list[tuple[SampleBatch, LearnerSha
     return results
 
 
-@pytest.mark.parametrize("kind", ["PPO", "IMPALA"])
+@pytest.mark.parametrize("kind", ["PPO", "IMPALA", "PPO-lstm", "PPO-attention", "IMPALA-lstm"])
 @pytest.mark.parametrize("bounds", [(0, 48, 96), (0, 10, 96), (0, 30, 31, 96), (0, 0, 96)])
 def test_uneven_shares_give_the_gradients_of_the_whole_batch(kind: str, bounds: tuple[int, ...]) -> None:
     config = settings_of(kind)
@@ -132,7 +131,7 @@ def test_uneven_shares_give_the_gradients_of_the_whole_batch(kind: str, bounds: 
         policy.learner.partners = partners
     for _ in range(3):
         expected = alone.learner.update(batch)
-        shares = [(batch[a:b], LearnerShare(a, len(batch))) for a, b in pairwise(places)]
+        shares = alone.learner.shares(batch, places)
         results = together([policy.learner for policy in policies], shares)
         for policy, result in zip(policies, results, strict=True):
             assert isinstance(result, dict), result
@@ -230,7 +229,10 @@ def compared(group: LearnerGroup, config: AlgorithmConfig, one: ModulePolicy, ac
         )
 
 
-@pytest.mark.parametrize("kind", ["PPO", pytest.param("IMPALA", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "kind",
+    ["PPO", pytest.param("IMPALA", marks=pytest.mark.slow), pytest.param("PPO-lstm", marks=pytest.mark.slow)],
+)
 def test_remote_learners_update_as_one_and_come_back_with_the_last_weights(kind: str, tmp_path: Path) -> None:
     config = settings_of(kind)
     policy, one = policy_of(config), policy_of(config)

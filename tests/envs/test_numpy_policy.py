@@ -11,7 +11,7 @@ import pytest
 from rlmesh.envs import ActorCriticModule, EnvRunner, EnvRunnerGroup, ModulePolicy, PPOConfig
 from rlmesh.envs.batches import columns
 from rlmesh.envs.modules.numpy_policy import NumpyPolicy, numpy_arguments
-from rlmesh.envs.runners.env_runner import DEFAULT_POLICY
+from rlmesh.envs.runners.base import DEFAULT_POLICY
 
 
 def runners(env: str, **config: Any) -> tuple[EnvRunner, EnvRunner]:

@@ -94,3 +94,11 @@ def test_scripts_and_what_cannot_be_read(package: Path) -> None:
     (package / "broken.py").write_text("import torch\nclass (\n")
     assert preload(f"{script} --lr 1") == ("torch",)
     assert preload("preload_me.broken.Actor", "no_such_package.Actor", "no_such_script.py") == ()
+
+
+def test_roles_that_hold_a_model_preload_what_models_are_made_of(package: Path) -> None:
+    (package / "actor.py").write_text("from rlmesh.rl.roles.actor import ActorRole\nclass Actor(ActorRole): ...\n")
+    for entry in ("preload_me.actor.Actor", "rlmesh.rl.roles.rollout.RolloutRole", "rlmesh.rl.roles.critic.CriticRole"):
+        assert {"torch", "transformers.modeling_utils"} <= set(preload(entry)), entry
+    envs = preload("rlmesh.envs.runners.env_runner.EnvRunner")
+    assert "numpy" in envs and "transformers.modeling_utils" not in envs

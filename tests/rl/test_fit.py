@@ -158,12 +158,11 @@ def test_the_largest_budget_fits_and_a_larger_one_does_not(folder: Path) -> None
     assert found.largest is not None and found.largest > 64
     free = room * HEADROOM - sum(role.total for role in found.roles[1:])
 
-    def actor(budget: int) -> int:
-        return fit(run_of(folder, token_budget=budget), room).roles[0].total
-
-    assert actor(found.largest) <= free < actor(int(found.largest * 1.1))
-    assert fit(run_of(folder, token_budget=found.largest), room).fits
-    assert not fit(run_of(folder, token_budget=int(found.largest * 1.1)), room).fits
+    largest, larger = (
+        fit(run_of(folder, token_budget=budget), room) for budget in (found.largest, int(found.largest * 1.1))
+    )
+    assert largest.roles[0].total <= free < larger.roles[0].total
+    assert largest.fits and larger.fits is False
 
 
 def test_too_little_memory_is_told_and_much_takes_a_step_in_one_pass(folder: Path) -> None:

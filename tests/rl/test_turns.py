@@ -15,7 +15,7 @@ from tests.rl import turns_job
 from tests.rl.test_run import launched, reported
 
 Event = Sequence[Any]
-"""Time, member, part, "wakes" or "sleeps", bytes of the part, bytes of the process on its GPU."""
+"""Time, member, part, "wakes", "was awake" or "sleeps", bytes of the part, bytes of the process on its GPU."""
 
 
 def overlaps(events: Sequence[Event]) -> list[str]:
@@ -25,6 +25,7 @@ def overlaps(events: Sequence[Event]) -> list[str]:
     for at, member, part, event, *_ in sorted(events, key=tuple):
         if event == "sleeps":
             awake.discard((member, part))
+        if event != "wakes":
             continue
         found += [f"{at}: {member}'s {part} wakes beside {other}" for other in sorted(awake)]
         awake.add((member, part))
@@ -32,7 +33,10 @@ def overlaps(events: Sequence[Event]) -> list[str]:
 
 
 def test_two_that_are_awake_are_found() -> None:
-    good = [(1.0, "A:0", "x", "wakes", 9), (2.0, "A:0", "x", "sleeps", 0), (3.0, "B:0", "y", "wakes", 9)]
+    good = [
+        (1.0, "A:0", "x", "wakes", 9), (1.9, "A:0", "x", "was awake", 9), (2.0, "A:0", "x", "sleeps", 0),
+        (3.0, "B:0", "y", "wakes", 9),
+    ]  # fmt: skip
     assert overlaps(good) == []
     assert overlaps([*good, (1.5, "C:0", "z", "wakes", 9)]) == [
         "1.5: C:0's z wakes beside ('A:0', 'x')",
@@ -86,6 +90,7 @@ def test_never_are_two_awake_on_one_device(tiny: Path, tmp_path: Path, kind: str
     assert overlaps(events) == []
     # Whoever sleeps has no memory on the device, and each part had its turn in every step.
     assert {held for *_, event, held, _ in events if event == "sleeps"} == {0}
+    assert min(held for *_, event, held, _ in events if event == "was awake") > 0
     for member, part in parts:
         wakes = [event for event in events if event[1:4] == [member, part, "wakes"]]
         assert len(wakes) >= 5, f"{member} {part}"

@@ -1,8 +1,8 @@
 """A small PPO training whose roles share one device, or that is fused, and that records who is awake:
 ``turns_job.py MODEL shared|fused [gpu]``.
 
-Each role writes a line when a part of it begins to wake, and one when it sleeps, with the bytes of memory that the part
-has then, and those that the process has on its GPU.
+Each role writes a line when a part of it begins to wake, one before it goes to sleep, and one when it sleeps, with the
+bytes of memory that the part has then, and those that the process has on its GPU.
 """
 
 from __future__ import annotations
@@ -42,6 +42,7 @@ class RecordedTurns(Turns):
             wake()
 
         def sleeps() -> None:
+            self.write(name, "was awake")
             sleep()
             self.write(name, "sleeps")
 

@@ -81,6 +81,8 @@ def evaluate_agent(checkpoint: Path, options: argparse.Namespace) -> int:
             episode = record_episode(algorithm, options.record, seed=options.seed)
             ended = episode.ended or "not ended"
             say(f"{options.record}: {len(episode.rewards)} steps, return {episode.total:g}, {ended}")
+            for agent, total in episode.of_agents.items():
+                say(f"return of {agent} = {total:g}")
     return 0
 
 

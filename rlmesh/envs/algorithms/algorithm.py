@@ -13,7 +13,7 @@ from rlmesh.envs.algorithms.results import EpisodeWindow, ResultDict
 from rlmesh.envs.algorithms.train_ops import synchronous_parallel_sample, train_one_step
 from rlmesh.envs.learners.learner_group import LearnerGroup
 from rlmesh.envs.modules.policy import Policy
-from rlmesh.envs.runners.env_runner import DEFAULT_POLICY
+from rlmesh.envs.runners.base import DEFAULT_POLICY
 from rlmesh.envs.runners.env_runner_group import EnvRunnerGroup
 from rlmesh.errors import UsageError
 

@@ -252,9 +252,6 @@ class AlgorithmConfig:
             found.append(f"input_: {name} samples its own steps; BC and MARWIL learn from recorded ones")
         if self._values["num_learners"] and not self.learner_class().shares_batches():
             found.append(f"num_learners: {name} learns from whole batches, in this process; set 0")
-        model = {**self._values["model"], **self._values["model_config"]}
-        if self._values["num_learners"] and (model.get("use_lstm") or model.get("use_attention")):
-            found.append("num_learners: modules with memory learn in this process; set 0")
         if self._values["num_learners"] not in (0, 1) and (given := self._per_learner):
             found.append(
                 f"{sorted(given)[0]}: batch sizes are of all learners together; set {ALIASES[sorted(given)[0]]}"

@@ -12,11 +12,12 @@ from rlmesh.envs.algorithms.algorithm_config import AlgorithmConfig
 from rlmesh.envs.algorithms.results import ResultDict
 from rlmesh.envs.batches import columns
 from rlmesh.envs.environments.registry import did_you_mean
+from rlmesh.envs.learners.sequences import state_columns
 from rlmesh.envs.modules.module_policy import ModulePolicy
 from rlmesh.envs.multi_agent.runner import MultiAgentEnvRunner
 from rlmesh.envs.multi_agent.settings import counting_problems
 from rlmesh.envs.replay import MultiAgentReplayBuffer, PrioritizedReplayBuffer, ReplayBuffer, SequenceReplayBuffer
-from rlmesh.envs.runners.env_runner import DEFAULT_POLICY
+from rlmesh.envs.runners.base import DEFAULT_POLICY
 
 if TYPE_CHECKING:
     from rlmesh.envs.modules.policy import Policy
@@ -138,27 +139,38 @@ class OffPolicy(Algorithm):
         super().setup(config)
         given = {**BUFFER_KEYS, **config["replay_buffer_config"]}
         kind = BUFFERS[given["type"] or "ReplayBuffer"]
-        several = isinstance(self.env_runner, MultiAgentEnvRunner)  # whose policies have no memory
-        states = [] if several else [f"{columns.STATE_IN}_{name}" for name in self.get_policy().get_initial_state()]
-        self._drawn = config["train_batch_size"]
-        options: dict[str, Any] = {"n_step": config["n_step"], "gamma": config["gamma"]}
+        several = isinstance(self.env_runner, MultiAgentEnvRunner)
+        self._stored = {name: self._columns_of(name) for name in self.learners}
+        options: dict[str, Any] = {}
+        by_policy = {name: {"n_step": config["n_step"], "gamma": config["gamma"]} for name in self.learners}
+        self._drawn = dict.fromkeys(self.learners, config["train_batch_size"])
         if kind is PrioritizedReplayBuffer:
-            options |= {key: given[key] for key in ("alpha", "beta", "eps")}
-        elif kind is SequenceReplayBuffer and not several:
-            length = self.get_module().model_config["max_seq_len"]
-            options = {"length": length, "burn_in": given["replay_burn_in"], "state_columns": tuple(states)}
-            self._drawn = -(-config["train_batch_size"] // length)  # sequences
+            options = {key: given[key] for key in ("alpha", "beta", "eps")}
+        elif kind is SequenceReplayBuffer:
+            for name, learner in self.learners.items():
+                length = learner.module.model_config["max_seq_len"]
+                states = tuple(state_columns(learner.states))
+                by_policy[name] = {"length": length, "burn_in": given["replay_burn_in"], "state_columns": states}
+                self._drawn[name] = -(-config["train_batch_size"] // length)  # sequences
         options |= {"capacity": given["capacity"], "seed": config["seed"]}
-        self.replay: Any = MultiAgentReplayBuffer(kind, **options) if several else kind(**options)
+        self.replay: Any = (
+            MultiAgentReplayBuffer(kind, by_policy=by_policy, **options)
+            if several
+            else kind(**by_policy[DEFAULT_POLICY], **options)
+        )
         self.env_steps_sampled = 0
         self._due = 0.0
-        needed = (columns.OBS, columns.NEW_OBS, columns.ACTIONS, columns.REWARDS, columns.TERMINATEDS)
-        edges = (columns.TRUNCATEDS, columns.EPS_ID, columns.T) if config["n_step"] > 1 or states else ()
-        self._stored = (*needed, *edges, *states)
         runners = max(1, config["num_env_runners"])
         self._steps = config["rollout_fragment_length"] * self._num_envs(config) * runners
         self._prepare_exploration()
         self.env_runner_group.sync_weights()  # the runners got their weights before exploration was set
+
+    def _columns_of(self, name: str) -> tuple[str, ...]:
+        """The columns that the buffer of a policy has."""
+        states = state_columns(self.learners[name].states)
+        edges = (columns.TRUNCATEDS, columns.EPS_ID, columns.T) if self.config["n_step"] > 1 or states else ()
+        needed = (columns.OBS, columns.NEW_OBS, columns.ACTIONS, columns.REWARDS, columns.TERMINATEDS)
+        return (*needed, *edges, *states)
 
     def _num_envs(self, config: AlgorithmConfig) -> int:
         local = self.env_runner.num_envs  # beside remote runners: 1, unless it is a vector environment
@@ -184,7 +196,7 @@ class OffPolicy(Algorithm):
         for batch in self.env_runner_group.sample_all(num_steps=self._steps):
             for name, part in batch.as_multi_agent().policy_batches.items():
                 if self.learner_group.trains(name, batch):
-                    rows = {column: part[column] for column in self._stored}
+                    rows = {column: part[column] for column in self._stored[name]}
                     self.replay.add({name: rows} if isinstance(self.replay, MultiAgentReplayBuffer) else rows)
             self.env_steps_sampled += batch.env_steps()
             self._due += batch.env_steps() * self._updates_per_step
@@ -220,7 +232,7 @@ class OffPolicy(Algorithm):
         learner, buffer = self.learners[name], self.replay.buffers[name] if several else self.replay
         learner.sampled = self.env_steps_sampled
         for _ in range(updates):
-            batch = buffer.sample(self._drawn)
+            batch = buffer.sample(self._drawn[name])
             stats = learner.update(batch)
             if isinstance(buffer, PrioritizedReplayBuffer):
                 buffer.update_priorities(batch["batch_indexes"], np.abs(learner.td_errors))

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
-from rlmesh.envs.checks.findings import FindingList
+from rlmesh.envs.checks.agents import AgentsAsOne
+from rlmesh.envs.checks.findings import CheckStopped, FindingList
 from rlmesh.envs.checks.values import short
+from rlmesh.envs.multi_agent.environment import ALL
 
-__all__ = ["CheckStopped", "WatchedEnv"]
+__all__ = ["WatchedEnv"]
 
 Result = TypeVar("Result")
-
-
-class CheckStopped(Exception):
-    """A check cannot go on; the reason was told as a finding."""
 
 
 class WatchedEnv:
@@ -55,6 +53,8 @@ class WatchedEnv:
                 f"reset() returned {short(result)}, not a pair of observation and info dict",
                 "Return `observation, info`; environments of the old gym are wrapped by shimmy",
             )
+        if isinstance(self.env, AgentsAsOne):
+            self._require_dicts(observations=result[0])
         return result[0], result[1]
 
     def step(self, action: Any) -> tuple[Any, Any, Any, Any, dict[str, Any]]:
@@ -69,7 +69,17 @@ class WatchedEnv:
             )
         if not isinstance(result[4], dict):
             self._stop(f"the info of step() is {short(result[4])}", "Return a dict, empty if there is nothing to say")
+        if isinstance(self.env, AgentsAsOne):
+            self._require_dicts(observations=result[0], rewards=result[1], terminateds=result[2], truncateds=result[3])
+            if ALL not in result[2]:
+                self._stop(f"terminateds has no key {ALL!r}", "Set it: True ends the episode of all agents")
         return result[0], result[1], result[2], result[3], result[4]
+
+    def _require_dicts(self, **results: Any) -> None:
+        """Report results of several agents that are no dicts by agent."""
+        for name, each in results.items():
+            if not isinstance(each, Mapping):
+                self._stop(f"{name} are {short(each)}, not a dict by agent", "Return a dict with a key for each agent")
 
     def close(self) -> None:
         self._called("close()", "reset", self.env.close)

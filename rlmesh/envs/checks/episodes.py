@@ -11,10 +11,11 @@ from typing import Any
 import numpy as np
 from gymnasium import Space
 
-from rlmesh.envs.checks.calls import CheckStopped, WatchedEnv
-from rlmesh.envs.checks.findings import FindingList
+from rlmesh.envs.checks.agents import AgentsAsOne
+from rlmesh.envs.checks.calls import WatchedEnv
+from rlmesh.envs.checks.findings import CheckStopped, FindingList
 from rlmesh.envs.checks.levels import watch_levels
-from rlmesh.envs.checks.values import Kept, first_difference, is_number, short, violations
+from rlmesh.envs.checks.values import Kept, ended, first_difference, is_number, short, violations
 
 __all__ = ["CheckPlan", "SpaceGuard", "actions_of", "check_end", "check_episodes"]
 
@@ -43,6 +44,8 @@ Watched = Callable[[str], WatchedEnv]
 
 def actions_of(env: Any, seed: int) -> Iterator[Any]:
     """Random actions of the environment's action space, the same ones for the same seed."""
+    if isinstance(env, AgentsAsOne):
+        yield from env.random_actions(seed)
     space = copy.deepcopy(env.action_space)
     space.seed(seed)
     while True:
@@ -107,6 +110,30 @@ def check_episodes(watched_for: Watched, plan: CheckPlan, findings: FindingList)
     """Play episodes with random actions and look at every value."""
     watched = watched_for("episodes")
     spaces, aliases = SpaceGuard(watched), AliasGuard(watched)
+    watch_inner_levels(watched, findings)
+    actions = actions_of(watched.env, plan.seed)
+    over = True
+    for number in range(plan.steps):
+        terminated = truncated = False
+        if over:
+            observation, info = watched.reset(**({"seed": plan.seed} if number == 0 else {}))
+        else:
+            action = next(actions)
+            before = copy.deepcopy(action)
+            observation, reward, terminated, truncated, info = watched.step(action)
+            check_action(before, action, watched.where, findings)
+            check_reward(reward, watched.where, findings)
+            check_flags(terminated, truncated, watched.where, findings)
+        check_observation(spaces.first["observation_space"], observation, watched.where, findings)
+        aliases.look()
+        spaces.look()
+        aliases.keep(observation, info)
+        over = bool(terminated or truncated)
+    watched.close()
+
+
+def watch_inner_levels(watched: WatchedEnv, findings: FindingList) -> None:
+    """Report resets within a step, and steps of an inner level after its end."""
 
     def found(check: str, level: str) -> None:
         if check == "double-reset":
@@ -122,34 +149,22 @@ def check_episodes(watched_for: Watched, plan: CheckPlan, findings: FindingList)
             )  # fmt: skip
 
     watch_levels(watched.env, found)
-    actions = actions_of(watched.env, plan.seed)
-    ended = True
-    for number in range(plan.steps):
-        terminated = truncated = False
-        if ended:
-            observation, info = watched.reset(**({"seed": plan.seed} if number == 0 else {}))
-        else:
-            action = next(actions)
-            before = copy.deepcopy(action)
-            observation, reward, terminated, truncated, info = watched.step(action)
-            if (difference := first_difference(before, action, "action")) is not None:
-                findings.add(
-                    "aliasing", watched.where, f"the step changes its argument: {difference}",
-                    "Copy the action before changing it", kind="action",
-                )  # fmt: skip
-            check_reward(reward, watched.where, findings)
-            check_flags(terminated, truncated, watched.where, findings)
-        check_observation(spaces.first["observation_space"], observation, watched.where, findings)
-        aliases.look()
-        spaces.look()
-        aliases.keep(observation, info)
-        ended = bool(terminated or truncated)
-    watched.close()
 
 
-def check_observation(space: Any, observation: Any, where: str, findings: FindingList) -> None:
+def check_action(before: Any, action: Any, where: str, findings: FindingList) -> None:
+    """Report a step that has changed its argument."""
+    if (difference := first_difference(before, action, "action")) is not None:
+        findings.add(
+            "aliasing", where, f"the step changes its argument: {difference}", "Copy the action before changing it",
+            kind="action",
+        )  # fmt: skip
+
+
+def check_observation(
+    space: Any, observation: Any, where: str, findings: FindingList, *, name: str = "observation"
+) -> None:
     """Report what speaks against an observation being in its space."""
-    for check, place, what in violations(space, observation, "observation"):
+    for check, place, what in violations(space, observation, name):
         advice = (
             "Convert observations, for example `obs.astype(space.dtype)`, or change the space's dtype"
             if check == "dtype"
@@ -208,7 +223,7 @@ def _play(watched: WatchedEnv, actions: Iterator[Any], plan: CheckPlan) -> Any:
     """Play to the end of the episode; its last observation, or None if it does not end in time."""
     for _ in range(plan.episode_steps):
         observation, _, terminated, truncated, _ = watched.step(next(actions))
-        if terminated or truncated:
+        if ended(terminated) or ended(truncated):
             return copy.deepcopy(observation)
     return None
 
@@ -223,7 +238,7 @@ def _step_after_the_end(watched: WatchedEnv, actions: Iterator[Any], plan: Check
         return  # Refusing the step is right.
     finally:
         watched.findings = outer
-    if not terminated and not truncated:
+    if not ended(terminated) and not ended(truncated):
         findings.add(
             "after-the-end", watched.where,
             f"a step after the end of the episode is accepted: terminated and truncated are False again, the reward is "

@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-__all__ = ["CHECKS", "EnvFinding", "EnvReport", "FindingList"]
+__all__ = ["CHECKS", "CheckStopped", "EnvFinding", "EnvReport", "FindingList"]
 
 CHECKS = {
     "interface": "spaces, return values and flags have Gymnasium's form",
@@ -19,7 +19,7 @@ CHECKS = {
     "double-reset": "the environment does not reset itself",
     "after-the-end": "no step follows the end of an episode",
     "determinism": "seed and actions decide everything",
-    "final-observation": "vector environments give the last observation of an episode",
+    "final-observation": "vector environments, and agents that are truncated, give the last observation",
     "seeding": "sub-environments have seeds of their own",
     "resources": "close() gives back descriptors and threads",
     "deadline": "every call returns in time",
@@ -77,6 +77,10 @@ class EnvReport:
         count = len(self.findings)
         verdict = "passed" if self.passed else f"{count} fault{'s' * (count != 1)} found"
         return [*lines, f"{self.name}: {verdict}"]
+
+
+class CheckStopped(Exception):
+    """A check cannot go on; the reason was told as a finding."""
 
 
 class FindingList:

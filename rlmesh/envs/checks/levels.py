@@ -7,6 +7,9 @@ from typing import Any
 
 import gymnasium
 
+from rlmesh.envs.checks.agents import AgentsAsOne
+from rlmesh.envs.checks.values import ended
+
 __all__ = ["watch_levels"]
 
 
@@ -31,7 +34,7 @@ class WatchedLevel:
         finally:
             self.stepping = outer
         if isinstance(result, tuple) and len(result) == 5:
-            self.ended = _true(result[2]) or _true(result[3])
+            self.ended = _true(result[2]) or _true(result[3])  # inner levels of PettingZoo have no flag for all agents
         return result
 
     def reset(self, *args: Any, **options: Any) -> Any:
@@ -44,7 +47,7 @@ class WatchedLevel:
 
 def _true(flag: Any) -> bool:
     try:
-        return bool(flag)
+        return ended(flag)
     except (TypeError, ValueError):
         return False
 
@@ -56,12 +59,14 @@ def watch_levels(env: Any, found: Callable[[str, str], None]) -> None:
     whether the episode has ended.
     """
     outermost: WatchedLevel | None = None
+    agents = isinstance(env, AgentsAsOne)
     while True:
         try:
             level = WatchedLevel(env, outermost, found)
         except AttributeError:
             return  # An object that takes no attributes cannot be watched.
         outermost = outermost or level
-        if not isinstance(env, gymnasium.Wrapper):
+        inner = env.env if isinstance(env, gymnasium.Wrapper) else getattr(env, "env", None) if agents else None
+        if inner is None:
             return
-        env = env.env
+        env = inner

@@ -8,8 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rlmesh.envs.checks.agents import playable
 from rlmesh.envs.checks.episodes import actions_of
 from rlmesh.envs.checks.values import digest, short
+from rlmesh.envs.checks.values import ended as over
 from rlmesh.errors import UsageError
 
 __all__ = ["EpisodeRecording", "TracedStep"]
@@ -35,7 +37,7 @@ class TracedStep:
     def of(cls, label: str, observation: Any, reward: Any = None, *flags: Any) -> TracedStep:
         """The step that returned these values."""
         text = f"observation {short(observation)}" + (f", reward {short(reward)}" if reward is not None else "")
-        text += f", ended {[bool(flag) for flag in flags]}" if flags and all(_scalar(flag) for flag in flags) else ""
+        text += f", ended {[over(flag) for flag in flags]}" if flags and all(_scalar(flag) for flag in flags) else ""
         return cls(label, digest([observation, reward, *flags]), text)
 
 
@@ -78,13 +80,14 @@ class EpisodeRecording:
         """Play one episode of at most ``steps`` steps and write it down.
 
         Args:
-            make: makes the environment.
+            make: makes the environment, of one agent or of several.
             name: its name, for `replay`.
             seed: seed of the reset, and of random actions.
             steps: the most steps.
-            policy: maps an observation to an action; without one, actions are random.
+            policy: maps an observation to an action; of several agents, a dict of observations to one of actions of
+                the same agents. Without one, actions are random.
         """
-        env = make()
+        env = playable(make)()
         try:
             observation, _ = env.reset(seed=seed)
             traced = [TracedStep.of("reset", observation)]
@@ -98,7 +101,7 @@ class EpisodeRecording:
                 actions[-1] = env.action_space.from_jsonable(env.action_space.to_jsonable([action]))[0]
                 observation, reward, terminated, truncated, _ = env.step(action)
                 traced.append(TracedStep.of(f"step {len(actions)}", observation, reward, terminated, truncated))
-                ended = "terminated" if terminated else "truncated" if truncated else ""
+                ended = "terminated" if over(terminated) else "truncated" if over(truncated) else ""
             written = env.action_space.to_jsonable(actions)
             return cls(name, seed, json.loads(json.dumps(written)), traced, ended)
         finally:
@@ -113,7 +116,7 @@ class EpisodeRecording:
             make: makes the environment.
             seen: called with each observation, and with the reward of the step that led to it (None for the first one).
         """
-        env = make()
+        env = playable(make)()
         try:
             actions = env.action_space.from_jsonable(self.actions)
             observation, _ = env.reset(seed=self.seed)

@@ -6,7 +6,7 @@ import gc
 import os
 import random
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from itertools import pairwise
 from typing import Any
 
@@ -17,6 +17,7 @@ from rlmesh.envs.checks.calls import WatchedEnv
 from rlmesh.envs.checks.episodes import CheckPlan, Watched, actions_of
 from rlmesh.envs.checks.findings import FindingList
 from rlmesh.envs.checks.recordings import TracedStep, first_difference_of
+from rlmesh.envs.checks.values import ended
 
 __all__ = ["check_determinism", "check_resources", "report_difference", "trace"]
 
@@ -26,17 +27,18 @@ SEVERAL_RESETS = 6
 
 def trace(watched: WatchedEnv, plan: CheckPlan) -> list[TracedStep]:
     """Everything that the environment returns for the plan's seed and random actions, over several episodes."""
-    actions, steps, ended = actions_of(watched.env, plan.seed), [], True
+    actions, steps, over = actions_of(watched.env, plan.seed), [], True
     for number in range(plan.steps):
-        if ended:
+        if over:
             observation, _ = watched.reset(**({"seed": plan.seed} if number == 0 else {}))
             steps.append(TracedStep.of(watched.where, observation))
-            ended = False
+            over = False
         else:
             observation, reward, terminated, truncated, _ = watched.step(next(actions))
             steps.append(TracedStep.of(watched.where, observation, reward, terminated, truncated))
-            mask = np.asarray(terminated) | np.asarray(truncated)
-            ended = mask.ndim == 0 and bool(mask)  # A vector environment resets its parts itself, except in one mode.
+            flags = [ended(each) if isinstance(each, Mapping) else np.asarray(each) for each in (terminated, truncated)]
+            mask = np.asarray(flags[0] | flags[1])
+            over = mask.ndim == 0 and bool(mask)  # A vector environment resets its parts itself, except in one mode.
             if mask.ndim and mask.any() and watched.env.metadata.get("autoreset_mode") is AutoresetMode.DISABLED:
                 watched.reset(options={"reset_mask": mask})
     return steps
@@ -104,7 +106,7 @@ def check_resources(watched_for: Watched, plan: CheckPlan, findings: FindingList
         actions = actions_of(watched.env, plan.seed)
         for _ in range(3):
             _, _, terminated, truncated, _ = watched.step(next(actions))
-            if np.any(terminated) or np.any(truncated):
+            if any(ended(each) if isinstance(each, Mapping) else np.any(each) for each in (terminated, truncated)):
                 break
         watched.close()
 

@@ -53,20 +53,19 @@ def _creator(job: dict[str, Any]) -> Callable[[], Any]:
 
 
 def _run(make: Callable[[], Any], job: dict[str, Any], tell: Callable[..., None]) -> None:
-    from rlmesh.envs.checks import episodes, repeats, vectors
-    from rlmesh.envs.checks.calls import CheckStopped, WatchedEnv
-    from rlmesh.envs.checks.findings import FindingList
-    from rlmesh.envs.multi_agent.pettingzoo_env import multi_agent_env_of
+    from rlmesh.envs.checks import agent_episodes, episodes, repeats, vectors
+    from rlmesh.envs.checks.agents import AgentsAsOne, playable
+    from rlmesh.envs.checks.calls import WatchedEnv
+    from rlmesh.envs.checks.findings import CheckStopped, FindingList
 
     findings = FindingList(lambda finding: tell(finding=finding))
     plan = episodes.CheckPlan(**job["plan"])
-    vector = False
+    vector = several = False
 
     def watched_for(purpose: str) -> WatchedEnv:
-        nonlocal vector
-        watched = WatchedEnv(make, purpose, lambda call, kind: tell(call=call, kind=kind), findings)
-        if multi_agent_env_of(watched.env) is not None:
-            raise UsageError(f"the environment {type(watched.env).__name__} has several agents; the checks are for one")
+        nonlocal vector, several
+        watched = WatchedEnv(playable(make), purpose, lambda call, kind: tell(call=call, kind=kind), findings)
+        several = isinstance(watched.env, AgentsAsOne)
         vector = hasattr(watched.env, "num_envs") and hasattr(watched.env, "single_action_space")
         return watched
 
@@ -82,7 +81,8 @@ def _run(make: Callable[[], Any], job: dict[str, Any], tell: Callable[..., None]
         elif name == "episodes":
             first = watched_for("making the environment")
             first.close()
-            (vectors.check_vector_episodes if vector else episodes.check_episodes)(watched_for, plan, findings)
+            single = agent_episodes.check_agent_episodes if several else episodes.check_episodes
+            (vectors.check_vector_episodes if vector else single)(watched_for, plan, findings)
         else:
             (vectors.check_last_observations if vector else episodes.check_end)(watched_for, plan, findings)
 

@@ -11,7 +11,9 @@ import numpy as np
 from gymnasium import spaces
 from gymnasium.vector.utils import batch_space as batch_space
 
-__all__ = ["Kept", "digest", "first_difference", "is_number", "short", "violations"]
+from rlmesh.envs.multi_agent.environment import ALL
+
+__all__ = ["Kept", "digest", "ended", "first_difference", "is_number", "short", "violations"]
 
 
 def parts(value: Any, place: str) -> Iterator[tuple[str, Any]]:
@@ -27,6 +29,11 @@ def parts(value: Any, place: str) -> Iterator[tuple[str, Any]]:
             yield from parts(below, f"{place}[{position}]")
     else:
         yield place, value
+
+
+def ended(flag: Any) -> bool:
+    """True for a flag that ends an episode; of several agents, that of all of them."""
+    return bool(flag.get(ALL, False) if isinstance(flag, Mapping) else flag)
 
 
 def short(value: Any) -> str:

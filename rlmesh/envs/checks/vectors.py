@@ -10,9 +10,9 @@ import numpy as np
 from gymnasium import Space
 from gymnasium.vector import AutoresetMode
 
-from rlmesh.envs.checks.calls import CheckStopped, WatchedEnv
+from rlmesh.envs.checks.calls import WatchedEnv
 from rlmesh.envs.checks.episodes import AliasGuard, CheckPlan, SpaceGuard, Watched, actions_of
-from rlmesh.envs.checks.findings import FindingList
+from rlmesh.envs.checks.findings import CheckStopped, FindingList
 from rlmesh.envs.checks.values import digest, first_difference, short, violations
 
 __all__ = ["check_last_observations", "check_vector_episodes"]

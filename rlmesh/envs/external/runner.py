@@ -16,7 +16,8 @@ from rlmesh.envs.batches.sample_batch import SampleBatch
 from rlmesh.envs.external.episodes import STRETCH, ActedSteps, ExternalEpisode, Piece, fragment_of
 from rlmesh.envs.external.spec import EpisodeLost, ExternalEnv, ExternalVector
 from rlmesh.envs.modules.numpy_policy import NumpyPolicy
-from rlmesh.envs.runners.env_runner import EnvRunner, is_count
+from rlmesh.envs.runners.base import is_count
+from rlmesh.envs.runners.env_runner import EnvRunner
 from rlmesh.envs.runners.episode_stats import EpisodeStats
 from rlmesh.errors import CallTimeout, UsageError
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from itertools import pairwise
@@ -16,11 +17,11 @@ from rlmesh.envs.batches.sample_batch import SampleBatch
 from rlmesh.envs.learners.flat_adam import FlatAdam
 from rlmesh.envs.learners.partners import ALONE, LearnerShare, Partners
 from rlmesh.envs.learners.schedule import scheduled
-from rlmesh.envs.learners.sequences import forward_sequences, sequences_of
+from rlmesh.envs.learners.sequences import forward_sequences, sequence_columns, sequence_starts, sequences_of
 from rlmesh.envs.modules.rl_module import RLModule
 from rlmesh.errors import UsageError
 
-__all__ = ["Learner", "threads"]
+__all__ = ["Learner", "threads", "writable"]
 
 SMALL = 1_000_000
 """Modules with fewer parameters, and without convolutions, are updated on one thread: more threads cost more."""
@@ -45,6 +46,7 @@ class Learner:
         recurrent: True if the loss works for modules with memory too: it then calls `forward` instead of the module's
             ``forward_train``.
         steps: rows that this learner was given so far, each counted once.
+        states: names of the module's states; empty without memory.
         partners: the learners that update copies of the same module, each with a share of the batch. A loss must be
             a mean over rows; statistics of the whole minibatch, such as those of standardised advantages, come from
             `Partners.mean_and_std`.
@@ -58,11 +60,15 @@ class Learner:
         self.module = module
         self.config: dict[str, Any] = {**DEFAULTS, **config}
         self.steps = 0
+        self.states = list(module.get_initial_state())
+        self._longest: int = module.model_config.get("max_seq_len", MAX_SEQ_LEN)
         self.partners: Partners = ALONE
         self.generator = torch.Generator()
         self.generator.manual_seed(self.config.get("seed") or torch.seed())
         self._parameters = [p for p in module.parameters() if p.requires_grad]
         self.optimizer = self.make_optimizer(self._parameters)
+        flat = self.optimizer.flat if isinstance(self.optimizer, FlatAdam) else None
+        self._weights = self._parameters if flat is None else [flat]  # the same memory
         convolutions = any(isinstance(layer, torch.nn.Conv2d) for layer in module.modules())
         small = sum(p.numel() for p in self._parameters) < SMALL and not convolutions
         self._threads: int | None = self.config.get("torch_threads") or (1 if small else None)
@@ -73,8 +79,8 @@ class Learner:
         if module.is_stateful() and not cls.recurrent:
             raise UsageError(
                 f"{cls.__name__} cannot train a module with memory, such as one with use_lstm or use_attention; PPO, "
-                "A2C and PG can, and DQN with use_lstm. A learner of your own needs recurrent = True, and calls "
-                "self.forward(batch) in its loss"
+                "APPO, IMPALA, A2C and PG can, and DQN with use_lstm. A learner of your own needs recurrent = True, "
+                "and calls self.forward(batch) in its loss"
             )
 
     def make_optimizer(self, parameters: list[torch.nn.Parameter]) -> FlatAdam | torch.optim.Optimizer:
@@ -131,14 +137,18 @@ class Learner:
 
         Args:
             batch: the rows of this learner.
-            share: the place of these rows in the whole batch; None: it is the whole batch. The minibatches are those
-                that one learner would have made of the whole batch, whatever part of each of them is here.
+            share: the place of these rows in the whole batch, as `shares` gives it; None: it is the whole batch. The
+                minibatches are those that one learner would have made of the whole batch, whatever part of each of them
+                is here.
         """
-        if share is not None and self.module.is_stateful():
-            raise UsageError("modules with memory learn in one process, from whole sequences: set num_learners=0")
         tensors, config = self.tensors_of(batch, may_be_empty=share is not None), self.config
-        first, rows = share or LearnerShare(0, len(batch))
-        units = rows if share is not None else len(next(iter(tensors.values()), batch))  # rows, or sequences
+        mine = len(next(iter(tensors.values()), batch))  # rows, or sequences
+        first, units, lengths = share or LearnerShare(0, mine)
+        rows = len(batch) if share is None else units if lengths is None else int(lengths.sum())
+
+        def rows_of(index: torch.Tensor) -> int:
+            return len(index) if lengths is None else int(lengths[index.numpy()].sum())
+
         parts = min(-(-rows // (config["minibatch_size"] or rows)), units)
         bounds = [units * i // parts for i in range(parts + 1)]
         lr = scheduled(config["lr"], self.steps)
@@ -151,14 +161,15 @@ class Learner:
                 order = torch.randperm(units, generator=self.generator) if parts > 1 else None
                 is_last = epoch == config["num_epochs"] - 1
                 for start, end in pairwise(bounds):
-                    part, here = tensors, end - start if share is None else len(batch)
+                    part, here, whole = tensors, len(batch), rows
                     if order is not None:
                         index = order[start:end]
+                        here = whole = rows_of(index)
                         if share is not None:
-                            index = index[(index >= first) & (index < first + len(batch))] - first
+                            index = index[(index >= first) & (index < first + mine)]
+                            here, index = rows_of(index), index - first
                         part = {name: tensor.index_select(0, index) for name, tensor in tensors.items()}
-                        here = len(index)
-                    stats = self._step(part, here, end - start)
+                    stats = self._step(part, here, whole)
                     if is_last:
                         for name, value in stats.items():
                             sums[name] = sums[name] + value if name in sums else value
@@ -166,7 +177,7 @@ class Learner:
             totals = torch.stack([sums[name].float() for name in names]) / parts
             self.partners.add(totals)
             values = totals.tolist()
-            if not (all(map(np.isfinite, values)) and all(bool(p.isfinite().all()) for p in self._parameters)):
+            if not (all(map(np.isfinite, values)) and all(_finite(p) for p in self._weights)):
                 raise FloatingPointError(f"the update gave {dict(zip(names, values, strict=True))}")
         self.steps += rows
         result = dict(zip(names, values, strict=True))
@@ -177,7 +188,7 @@ class Learner:
         """Raise `UsageError` if the batch is empty or lacks a column."""
         if not len(batch):
             raise UsageError(f"{type(self).__name__}: the batch has no rows to learn from")
-        lacks = [name for name in self.wants if name not in batch]
+        lacks = [name for name in (*self.wants, *sequence_columns(self.states)) if name not in batch]
         if lacks:
             raise UsageError(f"{type(self).__name__} needs the column {lacks[0]!r}; the batch has {', '.join(batch)}")
 
@@ -185,10 +196,14 @@ class Learner:
         """The columns that `loss` reads, as tensors on the memory of the batch; sequences, if the module has memory."""
         if not may_be_empty:
             self.check(batch)
-        if states := list(self.module.get_initial_state()):
-            longest = self.module.model_config.get("max_seq_len", MAX_SEQ_LEN)
-            return {k: torch.from_numpy(v) for k, v in sequences_of(batch, self.wants, states, longest).items()}
-        return {name: torch.from_numpy(_writable(batch[name])) for name in self.wants}
+        if self.states:
+            return self.sequences(batch, self.wants)
+        return {name: torch.from_numpy(writable(batch[name])) for name in self.wants}
+
+    def sequences(self, batch: SampleBatch, names: tuple[str, ...]) -> dict[str, torch.Tensor]:
+        """Columns as the sequences of `sequences_of`, of at most ``max_seq_len`` steps."""
+        found = sequences_of(batch, names, self.states, self._longest)
+        return {name: torch.from_numpy(each) for name, each in found.items()}
 
     @classmethod
     def shares_batches(cls) -> bool:
@@ -196,8 +211,25 @@ class Learner:
         return cls.update is Learner.update
 
     def edges(self, batch: SampleBatch) -> np.ndarray:
-        """The rows that a share of a batch may begin with, ascending, 0 the first of them; here all rows."""
-        return np.arange(len(batch))
+        """The rows that a share of a batch may begin with, ascending, 0 the first of them: all rows, or those that
+        begin sequences."""
+        return sequence_starts(batch, self._longest) if self.states else np.arange(len(batch))
+
+    def shares(self, batch: SampleBatch, bounds: list[int]) -> list[tuple[SampleBatch, LearnerShare]]:
+        """The parts of a batch between bounds that are `edges`, each with its place in the batch.
+
+        Raises:
+            UsageError: the batch is empty or lacks a column.
+        """
+        self.check(batch)
+        names, units, lengths = self.wants, np.arange(len(batch)), None
+        if self.states:
+            names = (*dict.fromkeys([*names, *sequence_columns(self.states)]),)
+            units = sequence_starts(batch, self._longest)
+            lengths = np.diff(units, append=len(batch))
+        places = np.searchsorted(units, bounds).tolist()
+        rows = [SampleBatch({name: batch[name][a:b] for name in names}) for a, b in pairwise(bounds)]
+        return [(each, LearnerShare(first, len(units), lengths)) for each, first in zip(rows, places, strict=False)]
 
     def _step(self, part: dict[str, torch.Tensor], here: int, whole: int) -> dict[str, torch.Tensor]:
         """One step of the optimizer with a minibatch of ``whole`` rows, of which ``here`` are in this process.
@@ -246,13 +278,15 @@ class Learner:
     @contextmanager
     def _kept_if_it_fails(self) -> Iterator[None]:
         """Put the weights and the optimizer back if the block raises."""
-        state = copy.deepcopy(self.optimizer.state_dict())
-        weights = [p.detach().clone() for p in self._parameters]
+        state = self.optimizer.state_dict()
+        if not isinstance(self.optimizer, FlatAdam):  # its state is in memory of its own
+            state = copy.deepcopy(state)
+        weights = [p.detach().clone() for p in self._weights]
         try:
             yield
         except BaseException:
             with torch.no_grad():
-                for p, kept in zip(self._parameters, weights, strict=True):
+                for p, kept in zip(self._weights, weights, strict=True):
                     p.copy_(kept)
             self.optimizer.load_state_dict(state)
             raise
@@ -270,9 +304,14 @@ class Learner:
         self.steps = state["steps"]
 
 
-def _writable(array: np.ndarray) -> np.ndarray:
+def writable(array: np.ndarray) -> np.ndarray:
     """The array, or a copy if it is read-only memory, of which torch has no tensors."""
     return array if array.flags.writeable else array.copy()
+
+
+def _finite(tensor: torch.Tensor) -> bool:
+    """False if an element is NaN or infinite: the sum is then, too."""
+    return math.isfinite(tensor.detach().sum(dtype=torch.float64).item())
 
 
 @contextmanager

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from rlmesh.errors import RLMeshError
@@ -16,15 +17,17 @@ class PartnerLost(RLMeshError):
 
 
 class LearnerShare(NamedTuple):
-    """The rows of a batch that one learner has.
+    """The units of a batch that one learner has: rows, or, of a module with memory, sequences.
 
     Attributes:
-        first: number of its first row in the whole batch.
-        total: rows of the whole batch.
+        first: number of its first unit in the whole batch.
+        total: units of the whole batch.
+        lengths: rows of each unit of the whole batch, ``[total]``; None: one each.
     """
 
     first: int
     total: int
+    lengths: np.ndarray | None = None
 
 
 class Partners:

@@ -10,7 +10,7 @@ from torch.nn.functional import smooth_l1_loss
 
 from rlmesh.envs.batches import columns
 from rlmesh.envs.learners.dqn import DQNLearner
-from rlmesh.envs.learners.sequences import PREFIX, states_in, zeroed
+from rlmesh.envs.learners.sequences import PREFIX, states_in, with_the_last, zeroed
 from rlmesh.envs.modules.q_module import QModule
 from rlmesh.envs.modules.rl_module import RLModule
 
@@ -70,11 +70,3 @@ class RecurrentDQNLearner(DQNLearner):
             targets = rewards + gamma * torch.where(goes_on, following, after)
         result: torch.Tensor = targets
         return result
-
-
-def with_the_last(obs: torch.Tensor, new_obs: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """Observations ``[sequences, time + 1, …]``: those before the steps, then that after each sequence's last step."""
-    rows, lengths = torch.arange(len(obs)), mask.sum(1)
-    longer = torch.cat([obs, torch.zeros_like(obs[:, :1])], 1)
-    longer[rows, lengths] = new_obs[rows, lengths - 1]
-    return longer

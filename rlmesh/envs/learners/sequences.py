@@ -13,7 +13,10 @@ from rlmesh.envs.batches.sample_batch import SampleBatch
 from rlmesh.envs.modules.rl_module import RLModule
 from rlmesh.errors import UsageError
 
-__all__ = ["forward_sequences", "sequences_of", "states_in", "zeroed"]
+__all__ = [
+    "forward_sequences", "sequence_columns", "sequence_starts", "sequences_of", "state_columns", "states_in",
+    "with_the_last", "zeroed",
+]  # fmt: skip
 
 PREFIX = f"{columns.STATE_IN}_"
 
@@ -34,16 +37,12 @@ def sequences_of(batch: SampleBatch, names: tuple[str, ...], states: list[str], 
     Raises:
         UsageError: the batch lacks a column.
     """
-    wanted = [columns.EPS_ID, columns.T, *(PREFIX + name for name in states)]
-    if lacks := [name for name in wanted if name not in batch]:
+    if lacks := [name for name in sequence_columns(states) if name not in batch]:
         raise UsageError(f"a module with memory learns from sequences, and the batch has no column {lacks[0]!r}")
-    rows = np.arange(len(batch))
-    episode, t = batch[columns.EPS_ID], batch[columns.T]
-    breaks = np.ones(len(batch), bool)
-    breaks[1:] = (episode[1:] != episode[:-1]) | (t[1:] != t[:-1] + 1)
-    place = (rows - np.maximum.accumulate(np.where(breaks, rows, 0))) % longest
-    first = np.flatnonzero(place == 0)
-    which = np.cumsum(place == 0) - 1
+    first = sequence_starts(batch, longest)
+    lengths = np.diff(first, append=len(batch))
+    which = np.repeat(np.arange(len(first)), lengths)
+    place = np.arange(len(batch)) - first[which]
     shape = (len(first), int(place.max(initial=0)) + 1)
     found = {}
     for name in names:
@@ -53,6 +52,25 @@ def sequences_of(batch: SampleBatch, names: tuple[str, ...], states: list[str], 
     found[columns.MASK] = np.zeros(shape, bool)
     found[columns.MASK][which, place] = True
     return {**found, **{PREFIX + name: batch[PREFIX + name][first] for name in states}}
+
+
+def sequence_columns(states: list[str]) -> list[str]:
+    """The columns that sequences are made by, for these names of states; none without states."""
+    return [columns.EPS_ID, columns.T, *state_columns(states)] if states else []
+
+
+def state_columns(states: list[str]) -> list[str]:
+    """The columns of a batch that have these states."""
+    return [PREFIX + name for name in states]
+
+
+def sequence_starts(batch: Mapping[str, np.ndarray], longest: int) -> np.ndarray:
+    """The rows that begin the sequences of `sequences_of`, ascending."""
+    episode, t = batch[columns.EPS_ID], batch[columns.T]
+    rows = np.arange(len(t))
+    breaks = np.ones(len(t), bool)
+    breaks[1:] = (episode[1:] != episode[:-1]) | (t[1:] != t[:-1] + 1)
+    return np.flatnonzero((rows - np.maximum.accumulate(np.where(breaks, rows, 0))) % longest == 0)
 
 
 def states_in(batch: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -79,3 +97,11 @@ def forward_sequences(
     outputs = dict(module.forward_train({**given, columns.STATE_IN: states, columns.MASK: mask}))
     outputs.pop(columns.STATE_OUT, None)
     return {name: value[mask] for name, value in outputs.items()}, {name: each[mask] for name, each in steps.items()}
+
+
+def with_the_last(obs: torch.Tensor, new_obs: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """Observations ``[sequences, time + 1, …]``: those before the steps, then that after each sequence's last step."""
+    rows, lengths = torch.arange(len(obs)), mask.sum(1)
+    longer = torch.cat([obs, torch.zeros_like(obs[:, :1])], 1)
+    longer[rows, lengths] = new_obs[rows, lengths - 1]
+    return longer

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 
 __all__ = ["discounted_sums", "vtrace"]
@@ -31,18 +32,19 @@ def vtrace(
     Returns:
         Targets and advantages, ``[rows]``, without gradients.
     """
-    with torch.no_grad():
-        ratios = log_ratios.exp()
-        rho = ratios if clip_rho is None else ratios.clamp(max=clip_rho)
-        pg_rho = ratios if clip_pg_rho is None else ratios.clamp(max=clip_pg_rho)
-        after = torch.where(goes_on, _next(values), bootstraps)
-        deltas = rho * (rewards + gamma * after - values)
-        targets = values + discounted_sums(deltas, gamma * ratios.clamp(max=1.0) * goes_on)
-        after = torch.where(goes_on, _next(targets), bootstraps)
-        return targets, pg_rho * (rewards + gamma * after - values)
+    # On small arrays, NumPy's operations take a third of the time of torch's.
+    logs, r, v, last, on = map(_array, (log_ratios, rewards, values, bootstraps, goes_on))
+    with np.errstate(over="ignore", invalid="ignore"):  # the learner looks at its loss
+        ratios = np.exp(logs)
+        rho = ratios if clip_rho is None else np.minimum(ratios, clip_rho)
+        pg_rho = ratios if clip_pg_rho is None else np.minimum(ratios, clip_pg_rho)
+        deltas = rho * (r + gamma * np.where(on, _next(v), last) - v)
+        targets = v + discounted_sums(deltas, gamma * np.minimum(ratios, 1.0) * on)
+        advantages = pg_rho * (r + gamma * np.where(on, _next(targets), last) - v)
+    return torch.from_numpy(targets).to(values), torch.from_numpy(advantages).to(values)
 
 
-def discounted_sums(terms: torch.Tensor, decay: torch.Tensor) -> torch.Tensor:
+def discounted_sums(terms: np.ndarray, decay: np.ndarray) -> np.ndarray:
     """``x_t = terms_t + decay_t · x_{t+1}``, for all rows at once.
 
     Each round doubles the number of terms that a sum has, so the rounds are the logarithm of the longest trajectory.
@@ -51,14 +53,23 @@ def discounted_sums(terms: torch.Tensor, decay: torch.Tensor) -> torch.Tensor:
         terms: ``[rows]``.
         decay: within 0 and 1; 0 in the last row of each trajectory, ``[rows]``.
     """
+    sums, left = terms.copy(), decay.copy()
     reach = 1
-    while reach < len(terms) and bool(decay.any()):
-        terms = torch.cat([terms[:-reach] + decay[:-reach] * terms[reach:], terms[-reach:]])
-        decay = torch.cat([decay[:-reach] * decay[reach:], torch.zeros_like(decay[-reach:])])
+    while reach < len(sums) and left.any():
+        sums[:-reach] += left[:-reach] * sums[reach:]
+        left[:-reach] *= left[reach:]
+        left[-reach:] = 0
         reach *= 2
-    return terms
+    return sums
 
 
-def _next(column: torch.Tensor) -> torch.Tensor:
+def _next(column: np.ndarray) -> np.ndarray:
     """The column, one row earlier; the last row is repeated."""
-    return torch.cat([column[1:], column[-1:]])
+    return np.concatenate([column[1:], column[-1:]])
+
+
+def _array(tensor: torch.Tensor) -> np.ndarray:
+    """A tensor as an array; NumPy has no bfloat16."""
+    found = tensor.detach().cpu()
+    array: np.ndarray = (found.float() if found.dtype == torch.bfloat16 else found).numpy()
+    return array

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -139,6 +139,12 @@ class Explorer:
         self._knows_states = True
         if states:
             self.states = states
+
+    def go_on_with(self, states: Sequence[States]) -> None:
+        """Take over the state of each environment, without its axis; an empty one is the initial state."""
+        self.go_on({
+            name: np.stack([each.get(name, initial) for each in states]) for name, initial in self._initial.items()
+        })  # fmt: skip
 
     def begin(self, first: np.ndarray) -> None:
         """Give environments whose next observation is the first of an episode the initial state.

@@ -6,6 +6,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 import gymnasium
+import numpy as np
 
 from rlmesh.envs.environments.registry import EnvContext, env_creator_of
 from rlmesh.errors import UsageError
@@ -102,6 +103,8 @@ def make_multi_agent(env: str | type | Callable[[EnvContext], Any]) -> type[Any]
     creator = env_creator_of(env)
 
     class Copies(MultiAgentEnv):
+        env_id = getattr(creator, "env_id", None)
+
         def __init__(self, config: Mapping[str, Any] | None = None) -> None:
             given = dict(config or {})
             count = given.pop("num_agents", 1)
@@ -111,6 +114,8 @@ def make_multi_agent(env: str | type | Callable[[EnvContext], Any]) -> type[Any]
             self.possible_agents = self.agents = list(range(count))
             self.observation_spaces = {i: each.observation_space for i, each in enumerate(self.envs)}
             self.action_spaces = {i: each.action_space for i, each in enumerate(self.envs)}
+            self.metadata = dict(getattr(self.envs[0], "metadata", None) or {})
+            self.render_mode = getattr(self.envs[0], "render_mode", None)
             self.done: set[int] = set()
 
         def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, Any]:
@@ -132,7 +137,9 @@ def make_multi_agent(env: str | type | Callable[[EnvContext], Any]) -> type[Any]
             return observations, rewards, terminateds, truncateds, infos
 
         def render(self) -> Any:
-            return [env.render() for env in self.envs]
+            frames = [env.render() for env in self.envs]
+            arrays = all(isinstance(frame, np.ndarray) for frame in frames)
+            return np.concatenate(frames, 1) if arrays else frames  # side by side
 
         def close(self) -> None:
             for env in self.envs:

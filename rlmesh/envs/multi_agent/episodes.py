@@ -112,7 +112,7 @@ class EpisodeBook:
                 stats.agent_steps += 1
             if terminated or truncated:
                 track.done = True
-                self.rows[track.policy_id].end(track, track.observation)
+                self.rows[track.policy_id].end(track)
             else:
                 ready.append(track)
         for agent_id, observation in observations.items():

@@ -32,6 +32,7 @@ class _OfPettingZoo(MultiAgentEnv):
         self.env = env
         self.possible_agents = list(getattr(env, "possible_agents", ()))
         self.metadata = dict(getattr(env, "metadata", None) or {})
+        self.render_mode = getattr(env, "render_mode", None)
 
     @property
     def agents(self) -> Sequence[Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -12,7 +12,7 @@ from rlmesh.envs.batches import columns
 from rlmesh.envs.batches.sample_batch import SampleBatch
 from rlmesh.envs.environments.actions import ActionRows
 from rlmesh.envs.environments.observations import ObservationRows
-from rlmesh.envs.modules.policy import Explorer, Policy
+from rlmesh.envs.modules.policy import Explorer, Policy, States
 from rlmesh.envs.runners.fragments import Fragment
 
 __all__ = ["AgentFragment", "AgentTrack", "PolicyRows"]
@@ -37,6 +37,8 @@ class AgentTrack:
         total: sum of all rewards.
         action: the last action, as the environment takes it.
         done: True once the agent is terminated or truncated.
+        state: of a recurrent policy, after the last action; empty: the initial one.
+        before: of a recurrent policy, the state before the last action.
     """
 
     agent_id: Any
@@ -50,6 +52,12 @@ class AgentTrack:
     total: float = 0.0
     action: Any = None
     done: bool = False
+    state: States = field(default_factory=dict)
+    before: States = field(default_factory=dict)
+
+    def state_of_observation(self) -> States:
+        """The state before the last observation, which an open row belongs to."""
+        return self.state if self.row < 0 else self.before
 
 
 class AgentFragment(Fragment):
@@ -83,13 +91,15 @@ class PolicyRows:
         self._state = np.zeros(0, np.int8)
         self._columns: dict[str, np.ndarray] = {}
         self._explorers: dict[int, tuple[Explorer, list[slice]]] = {}
-        self._last: dict[int, np.ndarray] = {}
+        self._last: dict[int, tuple[np.ndarray, States]] = {}
 
     def act(self, tracks: Sequence[AgentTrack], *, explore: bool) -> None:
         """Choose actions for agents, and open a row for each of them."""
         number, first = len(tracks), self.count
         observations = np.stack([track.observation for track in tracks])
         explorer, places = self._explorers.get(number) or self._new_explorer(number, explore=explore)
+        explorer.go_on_with([track.state for track in tracks])
+        before = [explorer.state_of(i) for i in range(number)] if explorer.states else None
         sent = self.actions.to_env(explorer.act(len(places), observations))
         places.append(slice(first, first + number))
         self._grow(first + number)
@@ -101,6 +111,8 @@ class PolicyRows:
         self._state[first : self.count] = OPEN
         for i, track in enumerate(tracks):
             track.row, track.action = first + i, sent[i]
+            if before is not None:
+                track.before, track.state = before[i], explorer.state_of(i)
             track.t += 1
         if len(places) == EXPLORER_STEPS:
             self._flush(number)
@@ -118,16 +130,16 @@ class PolicyRows:
         self._state[row] = CLOSED
         track.row, track.reward = -1, 0.0
 
-    def end(self, track: AgentTrack, last: np.ndarray) -> None:
-        """Note the last observation of a trajectory."""
-        self._last[track.eps_id] = last
+    def end(self, track: AgentTrack) -> None:
+        """Note the last observation of a trajectory, and the state before it."""
+        self._last[track.eps_id] = track.observation, track.state_of_observation()
 
     def drop(self, track: AgentTrack) -> None:
         """Leave out an agent's open row, whose result never comes. The trajectory ends with its observation."""
+        self.end(track)
         if track.row >= 0:
             self._state[track.row] = DROPPED
             track.row = -1
-        self.end(track, track.observation)
 
     def take(self, tracks: Sequence[AgentTrack], *, new_obs: bool) -> SampleBatch | None:
         """The closed rows as a batch, trajectory after trajectory; None if there are none. Open rows stay.
@@ -139,7 +151,7 @@ class PolicyRows:
         for number in list(self._explorers):
             self._flush(number)
         for track in tracks:
-            self._last.setdefault(track.eps_id, track.observation)
+            self._last.setdefault(track.eps_id, (track.observation, track.state_of_observation()))
         state = self._state[: self.count]
         closed, opened = np.flatnonzero(state == CLOSED), np.flatnonzero(state == OPEN)
         batch = self._batch(closed, new_obs=new_obs) if len(closed) else None
@@ -157,8 +169,13 @@ class PolicyRows:
         given = {name: column[order][None] for name, column in self._columns.items()}
         ids = given[columns.EPS_ID][0]
         ends = [*np.flatnonzero(ids[1:] != ids[:-1]).tolist(), len(ids) - 1]
-        ended = [(0, end, self._last[int(ids[end])]) for end in ends]
-        fragment = AgentFragment(1, len(ids), given, np.ones((1, len(ids)), bool), ended[-1][2][None], ended)
+        lasts = [self._last[int(ids[end])] for end in ends]
+        ended = [(0, end, last) for end, (last, _) in zip(ends, lasts, strict=True)]
+        states = [state for _, state in lasts]
+        fragment = AgentFragment(
+            1, len(ids), given, np.ones((1, len(ids)), bool), ended[-1][2][None], ended,
+            {name: each[None] for name, each in states[-1].items()}, states,
+        )  # fmt: skip
         if new_obs:
             fragment.add_new_obs()
         self.policy.postprocess_fragment(fragment)

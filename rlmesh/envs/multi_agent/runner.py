@@ -6,13 +6,14 @@ import logging
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+import numpy as np
+
 from rlmesh.envs.batches.multi_agent_batch import MultiAgentBatch
 from rlmesh.envs.connectors.connector import Connector, ConnectorPipeline
 from rlmesh.envs.environments.features import SEQUENCE_LENGTH
-from rlmesh.envs.environments.local_vector import env_seed
 from rlmesh.envs.environments.observations import ObservationRows
-from rlmesh.envs.environments.registry import EnvContext, EnvCreator, did_you_mean, env_creator_of
-from rlmesh.envs.modules.policy import Policy
+from rlmesh.envs.environments.registry import EnvCreator, did_you_mean, env_creator_of
+from rlmesh.envs.modules.policy import Policy, States
 from rlmesh.envs.multi_agent.episodes import EpisodeBook
 from rlmesh.envs.multi_agent.policies import (
     AgentEpisode,
@@ -24,7 +25,8 @@ from rlmesh.envs.multi_agent.policies import (
 )
 from rlmesh.envs.multi_agent.rows import PolicyRows
 from rlmesh.envs.multi_agent.vector import MultiAgentVector
-from rlmesh.envs.runners.env_runner import CONNECTORS, DEFAULT_POLICY, POLICY_PLACE, is_count
+from rlmesh.envs.runners.base import DEFAULT_POLICY, RunnerBase, require_one
+from rlmesh.envs.runners.env_runner import CONNECTORS
 from rlmesh.envs.runners.episode_stats import EpisodeStats
 from rlmesh.errors import UsageError
 
@@ -33,7 +35,7 @@ __all__ = ["MultiAgentEnvRunner"]
 logger = logging.getLogger(__name__)
 
 
-class MultiAgentEnvRunner:
+class MultiAgentEnvRunner(RunnerBase):
     """Environments of several agents and their policies in this process; each policy acts for all its agents at once.
 
     Its methods are those of `EnvRunner`; batches are `MultiAgentBatch`, and weights and results are by policy.
@@ -62,17 +64,15 @@ class MultiAgentEnvRunner:
         vectorize_mode: str = "local", connectors: Iterable[Connector] = (), learn_connectors: bool = True,
         max_sequence_length: int = SEQUENCE_LENGTH,
     ) -> None:  # fmt: skip
-        for name, value in (("num_envs", num_envs), ("rollout_fragment_length", rollout_fragment_length)):
-            if type(value) is not int or value < 1:
-                raise UsageError(f"MultiAgentEnvRunner({name}={value!r}): a whole number of at least 1")
+        super().__init__(
+            num_envs=num_envs, rollout_fragment_length=rollout_fragment_length, seed=seed, worker_index=worker_index,
+            num_workers=num_workers, start=start, env_config=env_config,
+        )  # fmt: skip
         if vectorize_mode != "local":
             raise UsageError(f"vectorize_mode={vectorize_mode!r}: environments of several agents have 'local' alone")
         if tuple(connectors):
             raise UsageError("connectors: environments of several agents have none yet; leave the setting out")
-        self.worker_index, self.num_workers, self.start, self.seed = worker_index, num_workers, start, seed
-        self.num_envs, self.rollout_fragment_length = num_envs, rollout_fragment_length
         self._new_obs, self.explore = new_obs, explore
-        self.env_config = dict(env_config or {})
         self.connectors = ConnectorPipeline((), None, num_envs, learn=learn_connectors)
         creator = env_creator_of(env_creator)
         self._vector = MultiAgentVector(
@@ -90,35 +90,13 @@ class MultiAgentEnvRunner:
             config = dict((policy_configs or {}).get(name) or {**(policy_config or {}), **(spec.config or {})})
             self.policy_map[name] = self._policy(name, spec, policy_class, config, rows.space, spaces[name][1])
             book[name] = PolicyRows(self.policy_map[name], rows, infos=infos)
-        self.weights_version, self.has_weights = -1, False
-        self._stats, self._must_reset = EpisodeStats(), True
-        # 2 ** 22 runners, 2 ** 12 restarts, 2 ** 29 trajectories: unique over all runners of a run.
-        first_id = (worker_index << 41) | ((start & 0xFFF) << 29)
-        self._book = EpisodeBook(book, self.mapping, num_envs, first_id, self, infos=infos)
-
-    def __call__(self) -> MultiAgentEnvRunner:
-        """This runner: ``group.local_worker()`` was a method in older versions."""
-        return self
+        self._book = EpisodeBook(book, self.mapping, num_envs, self._first_id, self, infos=infos)
 
     def _policy(
         self, name: str, spec: PolicySpec, policy_class: type[Policy], config: dict[str, Any], obs: Any, action: Any
     ) -> Policy:
-        if self.seed is not None:
-            config.setdefault("model_seed", policy_seed(self.seed, name))
-            config["seed"] = env_seed(policy_seed(self.seed, name), self.worker_index, POLICY_PLACE, self.start)
-        policy = (spec.policy_class or policy_class)(obs, action, config)
-        if policy.is_recurrent():
-            raise UsageError(f"the policy {name!r} has a memory; policies of several agents have none yet")
-        return policy
-
-    def _context(self, index: int) -> EnvContext:
-        return EnvContext(
-            self.env_config, worker_index=self.worker_index, vector_index=index, num_workers=self.num_workers
-        )
-
-    def _seed_of(self, index: int, start: int) -> int:
-        assert self.seed is not None
-        return env_seed(self.seed, self.worker_index, index, (self.start << 16) | start)
+        seed = None if self.seed is None else policy_seed(self.seed, name)
+        return (spec.policy_class or policy_class)(obs, action, self._with_seeds(config, seed))
 
     @property
     def module(self) -> Any:
@@ -139,31 +117,34 @@ class MultiAgentEnvRunner:
         return self.mapping(agent_id, AgentEpisode(-1), self)
 
     def actions_and_states(
-        self, observations: Mapping[Any, Any], policy_id: str | None = None, state: Any = None, *, explore: bool
-    ) -> tuple[dict[Any, Any], dict[str, Any]]:
-        """The actions for observations of the environment, by the same keys, and no state.
+        self, observations: Mapping[Any, Any], policy_id: str | None = None, state: States | None = None, *,
+        explore: bool,
+    ) -> tuple[dict[Any, Any], States]:  # fmt: skip
+        """The actions for observations of the environment, by the same keys, and, of one observation, the next state.
 
         Args:
             observations: by agent, or by any other key if there is a ``policy_id``.
             policy_id: the policy of all of them; None: each agent's own.
-            state: policies of several agents have none.
+            state: of a recurrent policy, before a single observation.
         """
-        if state:
-            raise UsageError("policies of several agents have no memory yet: leave the state out")
         if policy_id is not None:
             self.get_policy(policy_id)
         by_policy: dict[str, list[Any]] = {}
         for key in observations:
             by_policy.setdefault(self.policy_of(key) if policy_id is None else policy_id, []).append(key)
         found: dict[Any, Any] = {}
+        after: States = {}
         for name, keys in by_policy.items():
+            require_one(self.policy_map[name], observations)
             own = self._book.rows[name]
             batch = own.observations.empty(len(keys))
             for i, key in enumerate(keys):
                 own.observations.write(batch, i, observations[key])
-            actions = self.policy_map[name].explorer(1, len(keys), explore=explore).act(0, batch)
-            found.update(zip(keys, own.actions.to_env(actions), strict=True))
-        return {key: found[key] for key in observations}, {}
+            explorer = self.policy_map[name].explorer(1, len(keys), explore=explore)
+            explorer.go_on({key: np.array(each)[None] for key, each in (state or {}).items()})
+            found.update(zip(keys, own.actions.to_env(explorer.act(0, batch)), strict=True))
+            after = explorer.state_of(0)
+        return {key: found[key] for key in observations}, after
 
     def sample(self, num_steps: int | None = None, *, num_episodes: int | None = None) -> MultiAgentBatch:
         """Step the environments, and return the steps of their agents by policy.
@@ -184,34 +165,14 @@ class MultiAgentEnvRunner:
                 broke the rules of `MultiAgentEnv`.
             FloatingPointError: an environment returned a reward or an observation that is NaN or infinite.
         """
-        own = [type(policy).get_weights is not Policy.get_weights for policy in self.policy_map.values()]
-        if self.start and not self.has_weights and any(own):
-            raise UsageError(
-                f"runner {self.worker_index} was restarted and has its initial weights only: call its set_weights "
-                "before its sample; EnvRunnerGroup.sample and sync_weights do that by themselves"
-            )
-        if num_steps is not None and num_episodes is not None:
-            raise UsageError("sample: give num_steps or num_episodes, not both")
-        wanted = num_episodes if num_episodes is not None else num_steps
-        if wanted is not None and not is_count(wanted):
-            raise UsageError(f"sample: a whole number of at least 1, not {wanted!r}")
+        steps = self._steps_of(num_steps, num_episodes)
         if num_episodes is not None:
             share = [num_episodes // self.num_envs + (i < num_episodes % self.num_envs) for i in range(self.num_envs)]
             self._must_reset = True
             batch = self._collect(None, share)
             self._must_reset = True
             return batch
-        steps = self.rollout_fragment_length if num_steps is None else -(-num_steps // self.num_envs)
         return self._collect(steps, [0] * self.num_envs)
-
-    def sample_with_stats(self, num_steps: int | None = None, *, num_episodes: int | None = None) -> Any:
-        """A batch, and the statistics of the episodes that ended in it."""
-        return self.sample(num_steps, num_episodes=num_episodes), self.take_stats()
-
-    def take_stats(self) -> EpisodeStats:
-        """Statistics since the last call."""
-        stats, self._stats = self._stats, EpisodeStats()
-        return stats
 
     def learn_on_batch(self, batch: Any) -> dict[str, Any]:
         """Let the policies learn from their parts of a batch; returns metrics by policy id."""
@@ -232,17 +193,9 @@ class MultiAgentEnvRunner:
         if version is not None:
             self.weights_version = version
 
-    def begin_episodes(self) -> None:
-        """Drop the episodes that go on: the next `sample` begins new ones."""
-        self._must_reset = True
-
     def foreach_env(self, fn: Callable[[Any], Any]) -> list[Any]:
         """``fn(env)`` of each environment, a `MultiAgentEnv`."""
         return [fn(env) for env in self._vector.envs]
-
-    def apply(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """``fn(self, …)``."""
-        return fn(self, *args, **kwargs)
 
     def stop(self) -> None:
         """Close the environments."""

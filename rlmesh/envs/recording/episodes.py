@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,9 @@ import numpy as np
 
 from rlmesh.envs.algorithms.algorithm import Algorithm
 from rlmesh.envs.environments.registry import EnvContext, env_creator_of
+from rlmesh.envs.multi_agent.environment import ALL, MultiAgentEnv
+from rlmesh.envs.multi_agent.pettingzoo_env import multi_agent_env_of
+from rlmesh.envs.multi_agent.runner import MultiAgentEnvRunner
 from rlmesh.envs.recording.pictures import require_format, write_frames
 from rlmesh.envs.runners.env_runner import EnvRunner
 from rlmesh.errors import UsageError
@@ -29,12 +32,14 @@ class RecordedEpisode:
     Attributes:
         frames: what the environment rendered after the reset and after each step, ``[height, width, 3]``, uint8.
         rewards: of each step.
+        of_agents: with several agents, the sum of the rewards of each; ``rewards`` are then sums over the agents.
         ended: ``terminated``, ``truncated``, or empty if the recording ended first.
         fps: frames per second that the environment names; 30 if it names none.
     """
 
     frames: list[np.ndarray] = field(default_factory=list)
     rewards: list[float] = field(default_factory=list)
+    of_agents: dict[str, float] = field(default_factory=dict)
     ended: str = ""
     fps: int = 30
 
@@ -48,45 +53,71 @@ class _Enough(Exception):
     """The episode has all the steps that are wanted."""
 
 
-class _Filmed(gymnasium.Wrapper[Any, Any, Any, Any]):
-    """An environment whose frames are kept, from its first reset to the end of its first episode."""
+class _Film:
+    """Keeps the frames of an environment, from its first reset to the end of its first episode."""
 
     def __init__(self, env: Any, episode: RecordedEpisode, steps: int) -> None:
-        super().__init__(env)
-        self._episode, self._left, self._begun = episode, steps, False
+        self._env, self._episode, self._left, self._begun = env, episode, steps, False
 
     def reset(self, **arguments: Any) -> Any:
+        """The environment's ``reset``."""
         if self._begun:
             raise _Enough
         self._begun = True
-        outcome = super().reset(**arguments)
+        outcome = self._env.reset(**arguments)
         self._keep()
         return outcome
 
     def step(self, action: Any) -> Any:
+        """The environment's ``step``."""
         if self._left == 0:
             raise _Enough
         self._left -= 1
-        outcome = super().step(action)
+        outcome = self._env.step(action)
         _, reward, terminated, truncated, _ = outcome
+        if isinstance(reward, Mapping):
+            own, totals = {str(agent): float(each or 0.0) for agent, each in reward.items()}, self._episode.of_agents
+            totals.update({agent: totals.get(agent, 0.0) + each for agent, each in own.items()})
+            reward, terminated, truncated = sum(own.values()), terminated.get(ALL), truncated.get(ALL)
         self._episode.rewards.append(float(reward))
         self._keep()
         self._episode.ended = "terminated" if terminated else "truncated" if truncated else ""
         return outcome
 
     def _keep(self) -> None:
-        frame = self.env.render()
+        frame = self._env.render()
         if isinstance(frame, list):  # render_mode="rgb_array_list"
             frame = frame[-1] if frame else None
         frame = np.asarray(frame) if frame is not None else np.zeros(0)
         if frame.ndim != 3 or frame.shape[-1] not in (3, 4) or frame.dtype != np.uint8:
-            mode = getattr(self.env, "render_mode", None)
+            mode = getattr(self._env, "render_mode", None)
             given = f"{frame.dtype} of shape {frame.shape}" if frame.size else "nothing"
             raise UsageError(
                 f"the environment renders no frames: render() with render_mode={mode!r} gave {given}; it should give "
                 "uint8 of shape (height, width, 3), as with render_mode='rgb_array'"
             )
         self._episode.frames.append(frame[..., :3].copy())
+
+
+class _Filmed(gymnasium.Wrapper[Any, Any, Any, Any]):
+    """An environment of one agent with a film."""
+
+    def __init__(self, env: Any, film: _Film) -> None:
+        super().__init__(env)
+        self.reset, self.step = film.reset, film.step  # type: ignore[method-assign]
+
+
+class _FilmedAgents(MultiAgentEnv):
+    """An environment of several agents with a film."""
+
+    def __init__(self, env: MultiAgentEnv, film: _Film) -> None:
+        self.env = env
+        self.possible_agents = env.known_agents()
+        self.reset, self.step = film.reset, film.step  # type: ignore[method-assign]
+        self.get_observation_space, self.get_action_space = env.get_observation_space, env.get_action_space  # type: ignore[method-assign]
+
+    def close(self) -> None:
+        self.env.close()
 
 
 def play_episode(algorithm: Algorithm, *, seed: int | None = 0, max_steps: int = MAX_STEPS) -> RecordedEpisode:
@@ -99,14 +130,12 @@ def play_episode(algorithm: Algorithm, *, seed: int | None = 0, max_steps: int =
     Raises:
         UsageError: the environment renders no frames.
     """
-    if not isinstance(algorithm.env_runner, EnvRunner):
-        raise UsageError("a recording plays an environment of one agent; this algorithm has several")
     episode = RecordedEpisode()
     config = algorithm.config
     arguments = algorithm._runner_arguments(config)
     settings = {**arguments.pop("env_config"), **dict(config["evaluation_config"]).get("env_config", {})}
     creator: Callable[[EnvContext], Any] = env_creator_of(arguments.pop("env_creator"))
-    if hasattr(creator, "env_id"):
+    if getattr(getattr(creator, "cls", creator), "env_id", None) is not None:
         settings["render_mode"] = "rgb_array"
 
     def filmed(context: EnvContext) -> Any:
@@ -116,8 +145,11 @@ def play_episode(algorithm: Algorithm, *, seed: int | None = 0, max_steps: int =
             raise UsageError(f"the environment cannot be rendered: {error}") from error
         if isinstance(env, gymnasium.vector.VectorEnv):
             raise UsageError("a recording plays one environment; the creator made a vector environment")
-        episode.fps = int(getattr(env, "metadata", {}).get("render_fps") or episode.fps)
-        return _Filmed(env, episode, max_steps)
+        several = multi_agent_env_of(env)
+        env = env if several is None else several
+        episode.fps = int((getattr(env, "metadata", None) or {}).get("render_fps") or episode.fps)
+        film = _Film(env, episode, max_steps)
+        return _Filmed(env, film) if several is None else _FilmedAgents(several, film)
 
     del arguments["sample_timeout_s"]  # of a group
     arguments |= {
@@ -125,7 +157,11 @@ def play_episode(algorithm: Algorithm, *, seed: int | None = 0, max_steps: int =
         "restart_failed_sub_environments": False,
         "policy_config": {**arguments["policy_config"], "estimate_advantages": None},
     }  # fmt: skip
-    runner = EnvRunner(filmed, **arguments, env_config=settings)
+    if "policy_configs" in arguments:
+        configs = arguments["policy_configs"].items()
+        arguments["policy_configs"] = {name: {**each, "estimate_advantages": None} for name, each in configs}
+    kind = MultiAgentEnvRunner if isinstance(algorithm.env_runner, MultiAgentEnvRunner) else EnvRunner
+    runner = kind(filmed, **arguments, env_config=settings)
     try:
         runner.set_weights(algorithm.env_runner.get_weights())
         while True:

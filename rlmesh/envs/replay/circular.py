@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import bisect
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -49,8 +51,8 @@ class CircularBuffer:
         if not self._entries:
             raise UsageError("CircularBuffer.sample: all batches are used up; add one")
         # Of batches with uses left for several draws, each use is as likely as any other one.
-        left = np.array([uses for _, _, uses in self._entries])
-        index = int(self._rng.choice(len(left), p=left / left.sum()))
+        ends = list(itertools.accumulate(uses for _, _, uses in self._entries))
+        index = bisect.bisect_right(ends, self._rng.integers(ends[-1]))
         batch, versions, uses = self._entries[index]
         if uses == 1:
             del self._entries[index]

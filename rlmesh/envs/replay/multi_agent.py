@@ -20,15 +20,19 @@ class MultiAgentReplayBuffer:
         kind: class of the buffers.
         capacity: capacity of each buffer, in transitions of its policy.
         seed: seed from which each policy's own seed is derived, whatever the order in which policies arrive.
+        by_policy: further arguments of the buffers of some policies.
         options: further arguments of each buffer.
     """
 
     def __init__(
-        self, kind: type[ReplayBuffer] = ReplayBuffer, *, capacity: int, seed: int | None = None, **options: Any
-    ) -> None:
+        self, kind: type[ReplayBuffer] = ReplayBuffer, *, capacity: int, seed: int | None = None,
+        by_policy: Mapping[str, Mapping[str, Any]] | None = None, **options: Any,
+    ) -> None:  # fmt: skip
         self.buffers: dict[str, ReplayBuffer] = {}
         self._kind, self._seed, self._options = kind, seed, {"capacity": capacity, **options}
-        kind(**self._options)  # Wrong arguments are refused here, not at the first batch.
+        self._by_policy = dict(by_policy or {})
+        for more in self._by_policy.values() or [{}]:
+            kind(**self._options, **more)  # Wrong arguments are refused here, not at the first batch.
 
     def __len__(self) -> int:
         return sum(map(len, self.buffers.values()))
@@ -46,7 +50,7 @@ class MultiAgentReplayBuffer:
 
     def _made(self, policy: str) -> ReplayBuffer:
         seed = None if self._seed is None else np.random.SeedSequence([self._seed, *policy.encode()])
-        return self._kind(seed=seed, **self._options)
+        return self._kind(seed=seed, **self._options, **self._by_policy.get(policy, {}))
 
     def sample(self, count: int, policies: Iterable[str] | None = None, **options: Any) -> dict[str, dict[str, Any]]:
         """``count`` transitions of each policy, or of those named.

@@ -13,32 +13,30 @@ from rlmesh.envs.batches.sample_batch import SampleBatch
 from rlmesh.envs.connectors.connector import Connector, ConnectorPipeline
 from rlmesh.envs.environments.features import SEQUENCE_LENGTH
 from rlmesh.envs.environments.gym_vector import GymVector
-from rlmesh.envs.environments.local_vector import LocalVector, env_seed
-from rlmesh.envs.environments.registry import EnvContext, EnvCreator, did_you_mean, env_creator_of
+from rlmesh.envs.environments.local_vector import LocalVector
+from rlmesh.envs.environments.registry import EnvCreator, did_you_mean, env_creator_of
 from rlmesh.envs.modules.policy import Policy, States
 from rlmesh.envs.multi_agent.pettingzoo_env import multi_agent_env_of
+from rlmesh.envs.runners.base import DEFAULT_POLICY, RunnerBase, require_one
 from rlmesh.envs.runners.buffers import ArrayPool
 from rlmesh.envs.runners.episode_stats import EpisodeStats
 from rlmesh.envs.runners.fragments import Fragment
 from rlmesh.errors import UsageError
 
-__all__ = ["DEFAULT_POLICY", "EnvRunner", "RolloutWorker"]
+__all__ = ["EnvRunner", "RolloutWorker"]
 
 logger = logging.getLogger(__name__)
 
-DEFAULT_POLICY = "default_policy"
 KEPT = ("_obs", "_raw", "_eps_id", "_t", "_returns", "_states")
 """Arrays of a runner's state, if its environments can be pickled."""
 CONNECTORS = "__connectors__"
 """Key of the connectors' shared state among the weights."""
-POLICY_PLACE = 0xFFFF
-"""The place of the policy among the environments, for its seed."""
 EPISODE_CHUNK = 64
 """Time steps between two looks at the number of finished episodes, when episodes are asked for."""
 VECTORIZE_MODES = ("local", "sync", "async", "vector_entry_point", "envpool")
 
 
-class EnvRunner:
+class EnvRunner(RunnerBase):
     """Environments and a policy in this process: `sample` steps all environments with one forward pass per step.
 
     Args:
@@ -73,38 +71,27 @@ class EnvRunner:
         connectors: Iterable[Connector] = (), learn_connectors: bool = True,
         max_sequence_length: int = SEQUENCE_LENGTH,
     ) -> None:  # fmt: skip
-        for name, value in (("num_envs", num_envs), ("rollout_fragment_length", rollout_fragment_length)):
-            if type(value) is not int or value < 1:
-                raise UsageError(f"EnvRunner({name}={value!r}): a whole number of at least 1")
-        self.worker_index, self.start, self.seed = worker_index, start, seed
-        self.rollout_fragment_length = rollout_fragment_length
+        super().__init__(
+            num_envs=num_envs, rollout_fragment_length=rollout_fragment_length, seed=seed, worker_index=worker_index,
+            num_workers=num_workers, start=start, env_config=env_config,
+        )  # fmt: skip
         self._new_obs, self._infos, self.explore = new_obs, infos, explore
-        self.env_config = dict(env_config or {})
-        self.num_workers, self._max_length = num_workers, max_sequence_length
+        self._max_length = max_sequence_length
         self._vector = self._vector_of(env_creator, num_envs, vectorize_mode, restart_failed_sub_environments)
         self.num_envs = self._vector.size
         spaces = self._vector.rows.space
         self.connectors = ConnectorPipeline(connectors, spaces, self.num_envs, learn=learn_connectors)
-        config = dict(policy_config or {})
-        if seed is not None:
-            config.setdefault("model_seed", seed)
-            config["seed"] = env_seed(seed, worker_index, POLICY_PLACE, start)
+        config = self._with_seeds(dict(policy_config or {}), seed)
         self.policy = policy_class(self.observation_space, self._vector.action_space, config)
-        self.weights_version, self.has_weights = -1, False
+        self.policy_map: dict[str, Policy] = {DEFAULT_POLICY: self.policy}
         self._obs, self._raw = self._empty(self.num_envs), self._vector.rows.empty(self.num_envs)
         self._states: States = {}  # of a recurrent policy; those of the beginning, if empty
-        self._stats, self._pool = EpisodeStats(), ArrayPool()
+        self._pool = ArrayPool()
         self._counted = (0, 0)  # episodes and cuts before the fragment of now
-        self._must_reset, self._obs_known = True, False
-        # 2 ** 22 runners, 2 ** 12 restarts, 2 ** 29 episodes: unique over all runners of a run.
-        self._next_episode = (worker_index << 41) | ((start & 0xFFF) << 29)
+        self._obs_known, self._next_episode = False, self._first_id
         self._eps_id = np.zeros(self.num_envs, np.int64)
         self._t = np.zeros(self.num_envs, np.int64)
         self._returns = np.zeros(self.num_envs)
-
-    def __call__(self) -> EnvRunner:
-        """This runner: ``group.local_worker()`` was a method in older versions."""
-        return self
 
     @property
     def observation_space(self) -> Any:
@@ -119,11 +106,6 @@ class EnvRunner:
     @property
     def action_space(self) -> Any:
         return self._vector.action_space
-
-    @property
-    def policy_map(self) -> dict[str, Policy]:
-        """Policies by id; there is one, ``default_policy``."""
-        return {DEFAULT_POLICY: self.policy}
 
     def get_policy(self, policy_id: str = DEFAULT_POLICY) -> Policy:
         """The policy of this id."""
@@ -141,8 +123,7 @@ class EnvRunner:
             state: of a recurrent policy, before a single observation.
         """
         policy = self.get_policy(policy_id or DEFAULT_POLICY)
-        if policy.is_recurrent() and len(observations) != 1:
-            raise UsageError("a policy with memory acts for one observation at a time: call compute_single_action")
+        require_one(policy, observations)
         rows = self._vector.rows.empty(len(observations))
         for i, observation in enumerate(observations.values()):
             self._vector.rows.write(rows, i, observation)
@@ -170,29 +151,10 @@ class EnvRunner:
             UsageError: both arguments, or a number below 1; a runner that restarted has no weights yet.
             FloatingPointError: an environment returned a reward or an observation that is NaN or infinite.
         """
-        if self.start and not self.has_weights and type(self.policy).get_weights is not Policy.get_weights:
-            raise UsageError(
-                f"runner {self.worker_index} was restarted and has its initial weights only: call its set_weights "
-                "before its sample; EnvRunnerGroup.sample and sync_weights do that by themselves"
-            )
-        if num_steps is not None and num_episodes is not None:
-            raise UsageError("sample: give num_steps or num_episodes, not both")
-        wanted = num_episodes if num_episodes is not None else num_steps
-        if wanted is not None and (not is_count(wanted)):
-            raise UsageError(f"sample: a whole number of at least 1, not {wanted!r}")
+        steps = self._steps_of(num_steps, num_episodes)
         if num_episodes is not None:
             return self._episodes(num_episodes)
-        steps = self.rollout_fragment_length if num_steps is None else -(-num_steps // self.num_envs)
         return self._finish(self._collect(steps))
-
-    def sample_with_stats(self, num_steps: int | None = None, *, num_episodes: int | None = None) -> Any:
-        """A batch, and the statistics of the episodes that ended in it."""
-        return self.sample(num_steps, num_episodes=num_episodes), self.take_stats()
-
-    def take_stats(self) -> EpisodeStats:
-        """Statistics since the last call."""
-        stats, self._stats = self._stats, EpisodeStats()
-        return stats
 
     def learn_on_batch(self, batch: SampleBatch) -> dict[str, Any]:
         """Let the policy learn; returns metrics by policy id."""
@@ -219,17 +181,9 @@ class EnvRunner:
         if version is not None:
             self.weights_version = version
 
-    def begin_episodes(self) -> None:
-        """Drop the episodes that go on: the next `sample` begins new ones."""
-        self._must_reset = True
-
     def foreach_env(self, fn: Callable[[Any], Any]) -> list[Any]:
         """``fn(env)`` of each environment; of a vector environment of Gymnasium, of it as a whole."""
         return [fn(env) for env in getattr(self._vector, "envs", [getattr(self._vector, "env", None)])]
-
-    def apply(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """``fn(self, …)``."""
-        return fn(self, *args, **kwargs)
 
     def get_state(self) -> dict[str, Any]:
         """The environments as they are, the generator of actions, and the episodes that go on.
@@ -293,7 +247,10 @@ class EnvRunner:
             if mode == "envpool":
                 return self._envpool_of(env_id, num_envs)
             creator.register()
-            first: Any = gymnasium.make_vec(env_id, num_envs, vectorization_mode=mode, **self.env_config)
+            config = dict(self.env_config)
+            if mode in ("sync", "async"):  # observations are copied into the fragment at once: no copy before
+                config["vector_kwargs"] = {"copy": False, **config.get("vector_kwargs", {})}
+            first: Any = gymnasium.make_vec(env_id, num_envs, vectorization_mode=mode, **config)
         else:
             creator = env_creator_of(given)
             first = creator(self._context(0))
@@ -320,16 +277,6 @@ class EnvRunner:
         run = int(np.random.default_rng().integers(2**31)) if self.seed is None else self.seed  # EnvPool's is 42
         seeds = lambda start: [self._seed_of(i, start, run) for i in range(num_envs)]  # noqa: E731
         return EnvPoolVector(env_id, num_envs, seeds, config=self.env_config, infos=self._infos)
-
-    def _context(self, index: int) -> EnvContext:
-        return EnvContext(
-            self.env_config, worker_index=self.worker_index, vector_index=index, num_workers=self.num_workers
-        )
-
-    def _seed_of(self, index: int, start: int, run: int | None = None) -> int:
-        seed = self.seed if run is None else run
-        assert seed is not None
-        return env_seed(seed, self.worker_index, index, (self.start << 16) | start)
 
     def _begin_all(self) -> None:
         # Connectors get observations as the environments gave them, which are kept for those that begin no episode.
@@ -475,8 +422,3 @@ class EnvRunner:
 
 
 RolloutWorker = EnvRunner
-
-
-def is_count(value: Any) -> bool:
-    """True for whole numbers of at least 1, of Python or NumPy."""
-    return isinstance(value, int | np.integer) and not isinstance(value, bool) and bool(value >= 1)

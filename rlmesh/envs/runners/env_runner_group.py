@@ -14,8 +14,9 @@ from rlmesh.envs.environments.registry import EnvCreator, env_creator_of
 from rlmesh.envs.external.spec import ExternalEnv
 from rlmesh.envs.modules.numpy_policy import NumpyPolicy, numpy_arguments
 from rlmesh.envs.modules.policy import Policy
+from rlmesh.envs.runners.base import is_count
 from rlmesh.envs.runners.creation import make_runner
-from rlmesh.envs.runners.env_runner import EnvRunner, is_count
+from rlmesh.envs.runners.env_runner import EnvRunner
 from rlmesh.envs.runners.episode_stats import EpisodeStats
 from rlmesh.envs.runners.jobs import end_with_the_program, outside_of_loops
 from rlmesh.envs.runners.remote import RemoteEnvRunner

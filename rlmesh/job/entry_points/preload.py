@@ -58,6 +58,10 @@ _NAMES_ON_DEMAND = frozenset({"transformers"})
 _HEAVY_PARTS = ("rl", "envs", "weights")
 """Parts of rlmesh that import heavy libraries; the other parts import only light ones."""
 
+_MODEL_ROLES = "rlmesh.rl.roles."
+_FOR_MODELS = "transformers.modeling_utils"
+"""What the roles that hold a language model import when they are set up: 1.5 s of each of them otherwise."""
+
 MAX_MODULES = 300
 """Local modules that are read at most; the result then has the imports found so far."""
 
@@ -79,13 +83,16 @@ def find_preload(entries: Sequence[Resolved]) -> tuple[str, ...]:
     """The libraries that the entry points import and that are worth preloading, in the order of their imports.
 
     Follows imports at the top level of the entry points' modules and of local modules. An item is a module (``torch``)
-    or a name in one (``transformers:Qwen2ForCausalLM``).
+    or a name in one (``transformers:Qwen2ForCausalLM``). A job with a built-in role that holds a language model also
+    preloads what such models are made of.
     """
     items: dict[str, None] = {}
     roots = list({entry.root: None for entry in entries if entry.root is not None})
 
     def follow(module: str, found: Import) -> Iterable[_Module]:
         items.update(dict.fromkeys(_heavy_items(found.module, found.attribute)))
+        if module.startswith(_MODEL_ROLES):
+            items[_FOR_MODELS] = None
         top, _, rest = module.partition(".")
         if top != "rlmesh":
             return _local_files(module, found.attribute, roots)

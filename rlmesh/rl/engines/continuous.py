@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rlmesh.rl.engines.decode_graphs import DecodeGraphs
 from rlmesh.rl.engines.growing import Growing
 from rlmesh.rl.engines.rollout import SamplingParams
 from rlmesh.rl.engines.sampling import SampledTokens, draw, penalised
@@ -61,10 +62,14 @@ class ContinuousBatch:
         stop_token_ids: tokens that end any response.
         pad: token id of padding.
         most_rows: rows that are sampled together.
+        graphs: to replay decode passes with; the cache is kept then until `drop`. None: passes run as they are.
     """
 
-    def __init__(self, model: Any, *, stop_token_ids: Sequence[int], pad: int = 0, most_rows: int = 64) -> None:
-        self._model, self._pad, self._most = model, pad, most_rows
+    def __init__(
+        self, model: Any, *, stop_token_ids: Sequence[int], pad: int = 0, most_rows: int = 64,
+        graphs: DecodeGraphs | None = None,
+    ) -> None:  # fmt: skip
+        self._model, self._pad, self._most, self._graphs = model, pad, most_rows, graphs
         self._stops = frozenset(stop_token_ids)
         self._device = next(model.parameters()).device
         self._rows: list[_Row] = []
@@ -103,12 +108,19 @@ class ContinuousBatch:
 
     def restart(self) -> None:
         """Compute the cache anew, since the weights are others."""
-        self._new, self._rows, self._cache = [*self._rows, *self._new], [], None
+        self._new, self._rows = [*self._rows, *self._new], []
+        self.free()
 
     def free(self) -> None:
-        """Free the memory of the cache, if no response needs it."""
-        if not self._rows:
+        """Free the memory of the cache, if no response needs it, and no graph."""
+        if not self._rows and (self._graphs is None or not self._graphs.count):
             self._cache = None
+
+    def drop(self) -> None:
+        """Free the memory of the cache and of all graphs; only without responses."""
+        self._cache = None
+        if self._graphs is not None:
+            self._graphs.clear()
 
     @torch.no_grad()
     def step(self, version: int) -> list[Growing]:
@@ -127,7 +139,7 @@ class ContinuousBatch:
                 ended += self._begin(part)
         if self._rows:
             assert self._cache is not None
-            tokens = [row.growing.context[-1] for row in self._rows]
+            tokens = [row.growing.last for row in self._rows]
             ended += self._take(self._rows, self._cache.decode(self._model, tokens, self._name))
             self._keep([row.growing.finish_reason is None for row in self._rows])
         return ended
@@ -138,7 +150,7 @@ class ContinuousBatch:
         different = list(dict.fromkeys(contexts)) if self._share else contexts
         logits, cache, pads, self._name = prefill(self._model, different, self._pad, self._device)
         if self._cache is None or not self._cache.can_join:
-            self._cache = cache_for(self._model, cache)
+            self._cache = cache_for(self._model, cache, self._graphs)
             if not self._cache.can_join and len(different) < len(rows):
                 self._share = False
                 return self._begin(rows)

@@ -74,6 +74,11 @@ class Growing:
         return [*self.prompt, *self.tokens]
 
     @property
+    def last(self) -> int:
+        """The last token of the context."""
+        return self.tokens[-1] if self.tokens else self.prompt[-1]
+
+    @property
     def left(self) -> int:
         """The number of tokens that may still be sampled."""
         return self.params.max_tokens - len(self.tokens)

@@ -6,6 +6,7 @@ side, and a row takes the slot of another without a copy of the rest.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -13,10 +14,12 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 
+from rlmesh.rl.engines.decode_graphs import DecodeGraphs, padded_rows, padded_width
 from rlmesh.rl.engines.lora import base_model_of
 
 __all__ = ["BatchCache", "SlotCache", "WholeCache", "cache_for", "prefill"]
 
+ATTENTIONS = ("sdpa", "rlmesh_packed", "rlmesh_grouped")
 ROUND = 128
 """Slots grow by multiples of this many tokens."""
 
@@ -63,13 +66,13 @@ def prefill(
     return out.logits[:, -1], out[name], pads, name
 
 
-def cache_for(model: Any, cache: Any) -> BatchCache:
+def cache_for(model: Any, cache: Any, graphs: DecodeGraphs | None = None) -> BatchCache:
     """The cache of a batch, by what the model's own cache is: rows can join where all layers keep all keys."""
     plain = type(cache) is DynamicCache and all(type(layer) is DynamicLayer for layer in cache.layers)
     config = getattr(base_model_of(model), "config", None)
     # The mask of four dimensions that slots need is one of torch's attention.
     attention = getattr(config, "_attn_implementation", "")
-    return SlotCache(len(cache.layers)) if plain and attention in ("sdpa", "rlmesh_packed") else WholeCache()
+    return SlotCache(len(cache.layers), graphs) if plain and attention in ATTENTIONS else WholeCache()
 
 
 class _SlotLayer(DynamicLayer):
@@ -77,16 +80,8 @@ class _SlotLayer(DynamicLayer):
 
     def __init__(self, owner: SlotCache) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.owner = owner
-
-    def grow(self, like: tuple[Tensor, Tensor], slots: int, width: int) -> None:
-        for name, sample in zip(("keys", "values"), like, strict=True):
-            old: Tensor | None = getattr(self, name)
-            new = sample.new_zeros(slots, sample.shape[1], width, sample.shape[3])
-            if old is not None:
-                new[: old.shape[0], :, : old.shape[2]] = old
-            setattr(self, name, new)
-        self.is_initialized = True
+        # The owner has its layers: without a cycle, their memory is free as soon as the owner is given up.
+        self.owner: SlotCache = weakref.proxy(owner)
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         count, width = len(key_states), self.owner.reach
@@ -101,14 +96,22 @@ class _SlotLayer(DynamicLayer):
 
 
 class SlotCache:
-    """Slots for the layers of a model whose layers keep the keys and values of all tokens."""
+    """Slots for the layers of a model whose layers keep the keys and values of all tokens.
+
+    Args:
+        layers: their number.
+        graphs: to replay passes with; None: each pass runs as it is.
+    """
 
     can_join = True
 
-    def __init__(self, layers: int) -> None:
+    def __init__(self, layers: int, graphs: DecodeGraphs | None = None) -> None:
+        self._graphs = graphs
         self._layers = [_SlotLayer(self) for _ in range(layers)]
         self._cache = Cache(layers=list(self._layers))
         self._spans: list[list[int]] = []
+        self._stacks: list[Tensor] = []
+        """The memory of all layers, ``[layers, slots, heads, width, head]``."""
         self.reach = 0
         """The width of what attention reads: the end of the longest row."""
         self.rows = self.ends = torch.zeros(0, dtype=torch.long)
@@ -119,47 +122,84 @@ class SlotCache:
         self._reserve(max(slots) + 1, width + 1, cache.layers)
         for slot, row in zip(slots, rows, strict=True):
             self._spans[slot] = [pads[row], width]
+        # One transfer to the device for all layers.
+        at, of = torch.tensor([list(slots), list(rows)], device=self._stacks[0].device)
         for mine, theirs in zip(self._layers, cache.layers, strict=True):
-            at, of = torch.tensor(slots, device=theirs.keys.device), torch.tensor(rows, device=theirs.keys.device)
             mine.keys[at, :, :width] = theirs.keys[of]  # type: ignore[index]
             mine.values[at, :, :width] = theirs.values[of]  # type: ignore[index]
 
     def _reserve(self, slots: int, width: int, like: Sequence[Any]) -> None:
-        held = self._layers[0].keys
-        have = (0, 0) if held is None else (held.shape[0], held.shape[2])
+        """Have memory for as many slots and places, with the heads of ``like``."""
         self._spans += [[0, 0] for _ in range(slots - len(self._spans))]
+        have = (0, 0) if not self._stacks else (self._stacks[0].shape[1], self._stacks[0].shape[3])
         if slots <= have[0] and width <= have[1]:
             return
         slots = max(slots, have[0])
         wider = have[1] if width <= have[1] else max(width, have[1] * 5 // 4)
         wider = -(-wider // ROUND) * ROUND
+        # Memory of one shape is one tensor, so that one copy moves a row in all layers.
+        alike: dict[Any, list[tuple[_SlotLayer, str, Tensor]]] = {}
         for mine, theirs in zip(self._layers, like, strict=True):
-            mine.grow((theirs.keys, theirs.values), slots, wider)
+            for name, sample in (("keys", theirs.keys), ("values", theirs.values)):
+                kind = sample.shape[1], sample.shape[3], sample.dtype, sample.device
+                alike.setdefault(kind, []).append((mine, name, sample))
+        self._stacks = []
+        for (heads, size, *_), places in alike.items():
+            stack = places[0][2].new_zeros(len(places), slots, heads, wider, size)
+            for new, (mine, name, _) in zip(stack, places, strict=True):
+                old: Tensor | None = getattr(mine, name)
+                if old is not None:
+                    new[: old.shape[0], :, : old.shape[2]] = old
+                setattr(mine, name, new)
+                mine.is_initialized = True
+            self._stacks.append(stack)
 
     def move(self, source: int, target: int) -> None:
         start, end = self._spans[target] = list(self._spans[source])
-        for layer in self._layers:
-            for memory in (layer.keys, layer.values):
-                assert memory is not None
-                memory[target, :, start:end] = memory[source, :, start:end]
+        for stack in self._stacks:
+            stack[:, target, :, start:end] = stack[:, source, :, start:end]
 
     def decode(self, model: Any, tokens: Sequence[int], name: str) -> Tensor:
         count = len(tokens)
         spans = self._spans[:count]
-        self.reach = max(end for _, end in spans) + 1
-        self._reserve(count, self.reach, self._layers)
-        memory = self._layers[0].keys
-        assert memory is not None
-        ids, starts, ends = torch.tensor([tokens, *zip(*spans, strict=True)], device=memory.device)
-        self.rows, self.ends = torch.arange(count, device=memory.device), ends
-        places = torch.arange(self.reach, device=memory.device)
-        mask = (places >= starts.unsqueeze(1)) & (places <= ends.unsqueeze(1))
+        inputs = torch.tensor([tokens, *zip(*spans, strict=True)])
+        reach = max(end for _, end in spans) + 1
+        logits = self._replayed(model, inputs, reach, name)
+        if logits is None:
+            self._reserve(count, reach, self._layers)
+            logits = self._pass(model, inputs.to(self._stacks[0].device), reach, name)
+        for span in spans:
+            span[1] += 1
+        return logits[:count]
+
+    def _replayed(self, model: Any, inputs: Tensor, reach: int, name: str) -> Tensor | None:
+        """The logits by a graph; None if there is none."""
+        graphs = self._graphs
+        if graphs is None or not graphs.works:
+            return None
+        rows, width = padded_rows(inputs.shape[1]), padded_width(reach)
+        # Slots beyond the rows are free: a pass may write to their first place, and attends to nothing else there.
+        self._reserve(rows, width, self._layers)
+        return graphs.run(lambda padded: self._pass(model, padded, width, name), inputs, (rows, width), self._stacks)
+
+    def _pass(self, model: Any, inputs: Tensor, width: int, name: str) -> Tensor:
+        """Process a token per row.
+
+        Args:
+            inputs: ``[3, rows]``: the tokens, and the span of each row before them.
+            width: of the places that attention reads.
+        """
+        ids, starts, ends = inputs
+        self.reach, self.rows, self.ends = width, torch.arange(len(ids), device=ids.device), ends
+        places = torch.arange(width, device=ids.device)
+        attend = (places >= starts.unsqueeze(1)) & (places <= ends.unsqueeze(1))
+        # A boolean mask would be converted to this one in every layer.
+        mask = torch.zeros(attend.shape, dtype=self._stacks[0].dtype, device=ids.device)
+        mask.masked_fill_(~attend, -torch.inf)
         out = model(
             input_ids=ids.unsqueeze(1), attention_mask=mask[:, None, None], position_ids=(ends - starts).unsqueeze(1),
             use_cache=True, logits_to_keep=1, **{name: self._cache},
         )  # fmt: skip
-        for span in spans:
-            span[1] += 1
         logits: Tensor = out.logits[:, -1]
         return logits
 

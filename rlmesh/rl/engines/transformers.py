@@ -27,6 +27,8 @@ from torch import nn
 from rlmesh import VersionGate, WeightSink
 from rlmesh.errors import UsageError, WeightsNotReady, WeightSyncError
 from rlmesh.rl.engines.continuous import ContinuousBatch
+from rlmesh.rl.engines.decode_graphs import graphs_for
+from rlmesh.rl.engines.grouped_attention import use_grouped_attention
 from rlmesh.rl.engines.growing import Growing, decoder
 from rlmesh.rl.engines.lora import LoraOptions, add_adapter
 from rlmesh.rl.engines.pending import GivenUp, PendingSample, SampleFuture
@@ -60,6 +62,9 @@ class TransformersEngine:
         lora: the options of the trainer's adapter: the engine adds such an adapter to the model, and takes the
             adapter's tensors only. The adapter is computed beside the weights, which stay as they are, so that pushes
             leave no rounding behind.
+        cuda_graphs: on a GPU, record passes as CUDA graphs and replay them, so that the GPU does not wait for Python;
+            the engine keeps its cache while it is idle then. A model whose passes cannot be recorded, which a warning
+            says, is computed without graphs. Graphs leave hooks of modules out.
         who: name in errors, until a receiver sets its own.
     """
 
@@ -68,8 +73,8 @@ class TransformersEngine:
     def __init__(
         self, model: nn.Module, *, pad_token_id: int = 0, stop_token_ids: Sequence[int] | None = None,
         tokenizer: Any = None, pause_mode: PauseMode = "wait", mode: str = "double_buffer", version: int | None = None,
-        max_batch: int = 64, keep_cache: bool = False, lora: LoraOptions | None = None, who: str = "the engine",
-        clock: Callable[[], float] = time.monotonic,
+        max_batch: int = 64, keep_cache: bool = False, lora: LoraOptions | None = None, cuda_graphs: bool = True,
+        who: str = "the engine", clock: Callable[[], float] = time.monotonic,
     ) -> None:  # fmt: skip
         if mode not in ("double_buffer", "in_place"):
             raise UsageError(f"mode={mode!r}: it is 'double_buffer' or 'in_place'")
@@ -92,7 +97,12 @@ class TransformersEngine:
         self._given_up = GivenUp()
         self._soonest = math.inf
         """The first time at which a time limit ends a response."""
-        self._batch = ContinuousBatch(self.model, stop_token_ids=stops, pad=pad_token_id, most_rows=max_batch)
+        graphs = graphs_for(self.model) if cuda_graphs else None
+        if graphs is not None:
+            use_grouped_attention(self.model)
+        self._batch = ContinuousBatch(
+            self.model, stop_token_ids=stops, pad=pad_token_id, most_rows=max_batch, graphs=graphs
+        )
         self._state = threading.Condition()
         """Guards the fields below; notified when a request ends or may be let in."""
         self._queue: deque[PendingSample] = deque()
@@ -183,6 +193,7 @@ class TransformersEngine:
                     more = self._steps()
                 except Exception as error:
                     self._fail_all(error)
+                    self._batch.drop()
                     more = self._has_work()
 
     def _steps(self) -> bool:
@@ -355,6 +366,10 @@ class TransformersEngine:
         self._asleep = level
         if level == 2:
             self.gate.set_version(None, "the engine gave its weights up to sleep")
+        with self._state:
+            # The sampling thread lives a moment longer than its last request, with what its last pass made.
+            self._state.wait_for(lambda: self._thread is None or bool(self._queue), CLOSE_S)
+            self._batch.drop()
         self._sink.release(level)
         self.resume()
 

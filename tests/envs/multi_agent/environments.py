@@ -122,7 +122,7 @@ class Shift(MultiAgentEnv):
         if self.time % 2 == 0:
             self._come()
         observations |= self.kinds
-        return observations, rewards, {**gone, "__all__": False}, {"__all__": self.time == 20}, {}
+        return observations, rewards, {**gone, "__all__": False}, {"__all__": self.time >= 20}, {}
 
 
 class Always(Policy):
@@ -137,3 +137,37 @@ class Anything(Policy):
 
     def compute_actions(self, obs_batch: Any, state_batches: Any = None, *, explore: bool = True, **more: Any) -> Any:
         return self.rng.integers(self.action_space.n, size=len(obs_batch)), None, {}
+
+
+class Turns(MultiAgentEnv):
+    """Each agent gets a cue, +1 or -1, at its first turn, and has to name it at its last one: +1, otherwise -1.
+
+    The agents take turns in a random order, ``wait + 1`` turns each. At the last turn, all agents observe the same.
+    """
+
+    possible_agents = ("left", "right")
+    observation_space = gym.spaces.Box(-1, 1, (2,), np.float32)
+    action_space = gym.spaces.Discrete(2)
+    wait = 2
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, Any]:
+        super().reset(seed=seed)
+        self.cues = {agent: 2 * int(self.np_random.integers(2)) - 1 for agent in self.possible_agents}
+        self.taken = dict.fromkeys(self.possible_agents, 0)
+        self.order = [str(agent) for agent in self.np_random.permutation(self.possible_agents * (self.wait + 1))]
+        return self._observe(), {}
+
+    def _observe(self) -> dict[str, np.ndarray]:
+        if not self.order:
+            return {}
+        agent = self.order[0]
+        at = self.taken[agent]
+        return {agent: np.array([self.cues[agent] if at == 0 else 0, at == self.wait], np.float32)}
+
+    def step(self, actions: Mapping[str, Any]) -> tuple[Any, Any, Any, Any, Any]:
+        agent = self.order.pop(0)
+        rewards = {}
+        if self.taken[agent] == self.wait:
+            rewards[agent] = float((2 * actions[agent] - 1) * self.cues[agent])
+        self.taken[agent] += 1
+        return self._observe(), rewards, {"__all__": not self.order}, {"__all__": False}, {}

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from rlmesh.envs import A2CConfig, DQNConfig, PGConfig, PPOConfig
+from rlmesh.envs import A2CConfig, APPOConfig, DQNConfig, IMPALAConfig, PGConfig, PPOConfig
 from rlmesh.envs.learners.recurrent_dqn import RecurrentDQNLearner
 from rlmesh.envs.modules.q_module import QModule
 from rlmesh.errors import UsageError
@@ -23,7 +23,11 @@ SETTINGS: dict[str, Any] = {
     "PPO": PPOConfig().training(train_batch_size=512, minibatch_size=128, num_epochs=4, lr=5e-3),
     "A2C": A2CConfig().training(train_batch_size=256, lr=1e-2).reporting(min_env_steps_per_iteration=0),
     "PG": PGConfig().training(train_batch_size=512, lr=2e-2),
+    "IMPALA": IMPALAConfig().training(train_batch_size=256, lr=5e-3),
+    "APPO": APPOConfig().training(train_batch_size=256, lr=5e-3, circular_buffer_num_batches=2),
 }
+for each in (SETTINGS["IMPALA"], SETTINGS["APPO"]):
+    each.env_runners(num_env_runners=0, rollout_fragment_length=10).reporting(min_env_steps_per_iteration=1000)
 
 
 def of_cue(config: Any, model: dict[str, Any], seed: int) -> Any:
@@ -37,8 +41,16 @@ def return_of(algorithm: Any) -> float:
 
 @pytest.mark.parametrize(
     ("name", "model", "iterations"),
-    [("PPO", WITH_LSTM, 30), ("PPO", WITH_ATTENTION, 30), ("A2C", WITH_LSTM, 100), ("PG", WITH_LSTM, 100)],
-    ids=["PPO-lstm", "PPO-attention", "A2C-lstm", "PG-lstm"],
+    [
+        ("PPO", WITH_LSTM, 30),
+        ("PPO", WITH_ATTENTION, 30),
+        ("A2C", WITH_LSTM, 100),
+        ("PG", WITH_LSTM, 100),
+        ("IMPALA", WITH_LSTM, 30),
+        ("APPO", WITH_LSTM, 20),
+        pytest.param("IMPALA", WITH_ATTENTION, 40, marks=pytest.mark.slow),
+    ],
+    ids=["PPO-lstm", "PPO-attention", "A2C-lstm", "PG-lstm", "IMPALA-lstm", "APPO-lstm", "IMPALA-attention"],
 )
 def test_memory_solves_the_task(name: str, model: dict[str, Any], iterations: int) -> None:
     with of_cue(SETTINGS[name].env_runners(num_envs_per_env_runner=16), model, 0).build() as algorithm:

@@ -17,9 +17,8 @@ from rlmesh.envs import (
     A2CConfig,
     ActorCriticModule,
     Algorithm,
-    APPOConfig,
     EnvRunner,
-    IMPALAConfig,
+    MARWILConfig,
     ModulePolicy,
     PGConfig,
     Policy,
@@ -29,6 +28,7 @@ from rlmesh.envs import (
     SampleBatch,
 )
 from rlmesh.envs.learners.learner import Learner
+from rlmesh.envs.learners.marwil import MARWILLearner
 from rlmesh.envs.learners.policy_gradient import ActorCriticLearner, PPOLearner
 from rlmesh.envs.learners.sequences import forward_sequences, sequences_of
 from rlmesh.envs.modules.distributions import distribution_of
@@ -306,11 +306,8 @@ def test_wrong_settings_are_refused(model: dict[str, Any], text: str) -> None:
 
 
 def test_algorithms_and_learners_without_sequences_refuse_memory() -> None:
-    with pytest.raises(UsageError, match="modules with memory learn in this process; set 0"):
-        small(PPOConfig(), LSTM).learners(num_learners=2).build()
-    for config in (IMPALAConfig(), APPOConfig()):
-        with pytest.raises(UsageError, match=r"cannot train a module with memory"):
-            small(config, LSTM).build()
+    with pytest.raises(UsageError, match=r"MARWILLearner cannot train a module with memory"):
+        MARWILLearner(runner_of(LSTM).policy.module, MARWILConfig().policy_config())  # type: ignore[attr-defined]
     with pytest.raises(UsageError, match="no key 'use_lstm'"):
         SACConfig().environment("Pendulum-v1").rl_module(model_config={"use_lstm": True}).build()
     space = gym.spaces.Box(-1, 1, (2,), np.float32)

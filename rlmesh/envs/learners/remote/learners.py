@@ -12,7 +12,6 @@ import numpy as np
 
 from rlmesh import DLJobBuilder, JobHandle, RoleGroup, Runtime
 from rlmesh.envs.batches.sample_batch import SampleBatch
-from rlmesh.envs.learners.partners import LearnerShare
 from rlmesh.envs.learners.remote.member import (
     DONE,
     LOST,
@@ -65,11 +64,6 @@ class RemoteLearners:
                 kind = type(policy.learner).__name__ if isinstance(policy, ModulePolicy) else type(policy).__name__
                 raise UsageError(
                     f"num_learners={number}: policy {policy_id!r} learns by {kind}, which takes whole batches; set "
-                    "num_learners=0"
-                )
-            if policy.is_recurrent():
-                raise UsageError(
-                    f"num_learners={number}: policy {policy_id!r} has memory, and learns in this process; set "
                     "num_learners=0"
                 )
         self.policies: dict[str, ModulePolicy] = dict(policies)
@@ -168,9 +162,8 @@ class RemoteLearners:
         for policy_id, batch in parts.items():
             learner = self.policies[policy_id].learner
             bounds = shares_of(len(batch), learner.edges(batch), self.number)
-            for share, first, end in zip(shares, bounds, bounds[1:], strict=False):
-                rows = {name: batch[name][first:end] for name in learner.wants}
-                share[policy_id] = (rows, LearnerShare(first, len(batch)))
+            for share, (rows, place) in zip(shares, learner.shares(batch, bounds), strict=True):
+                share[policy_id] = (dict(rows), place)
         return shares
 
     def _fail(self, error: BaseException) -> None:
