@@ -180,7 +180,7 @@ def test_the_episodes_of_cleanrl_are_read_from_what_it_prints() -> None:
 
 def test_rllibs_returns_are_those_of_whole_episodes_and_of_as_many_as_asked_for() -> None:
     """Its samples have pieces of episodes, and its own mean is over fewer episodes."""
-    runner, logged = SimpleNamespace(), []
+    runner, logged = SimpleNamespace(), list[float]()
 
     def piece(name: str, value: float, done: bool) -> Any:
         return SimpleNamespace(id_=name, get_return=lambda: value, is_done=done)
