@@ -64,7 +64,7 @@ ROWS = {
         {"rllib": 20, "torchrl": 1}, higher=True,
     ),
     "appo": EnvRow("APPO against PPO, 2 runners", "ratio", "x", (), {"rlmesh": 1.2}, higher=True),
-    "kills": EnvRow("a runner killed every 5 s, for 60 s", "difference", "return", (), {"noise": 0}, limit_s=300),
+    "kills": EnvRow("runner killed every 5 s, a minute", "difference", "return", (), {"noise": 0}, limit_s=300),
     "first_1": EnvRow("first result, one process", "seconds", "s", ("sb3", "rllib"), {"rlmesh": 2}),
     "first_2": EnvRow("first result, 2 runners", "seconds", "s", ("rllib",), {"rlmesh": 4}),
 }  # fmt: skip
