@@ -152,6 +152,10 @@ def test_buffers_of_policies_have_their_own_sequences() -> None:
         drawn = algorithm.replay.sample(40)
         algorithm.replay.restore(algorithm.replay.state())
         assert algorithm.replay.sample(4).keys() == drawn.keys()
+        action, state, _ = algorithm.compute_single_action(np.zeros(2, np.float32), policy_id="right")
+        _, later, _ = algorithm.compute_single_action(np.zeros(2, np.float32), state, policy_id="right")
+        assert action in (0, 1)
+        assert not np.array_equal(state["h"], later["h"])
     for name, length, width in (("left", 8, 16), ("right", 3, 12)):
         batch = drawn[name]
         assert batch["obs"].shape == (40, length + 2, 2)
