@@ -147,5 +147,5 @@ def test_copies_of_an_environment() -> None:
 def test_build_checks_an_environment_of_several_agents_if_it_is_asked_to() -> None:
     assert check_env(Shift).passed
     config = PPOConfig().environment(Convoy, disable_env_checking=False)
-    with pytest.raises(UsageError, match="Convoy: after-the-end: .* a step after the end of the episode is accepted"):
+    with pytest.raises(UsageError, match=r"Convoy: after-the-end: .* a step after the end of the episode is accepted"):
         config.build()
