@@ -20,6 +20,8 @@ export PIP_ROOT_USER_ACTION := ignore
 # Bytecode is kept, also where the environment says otherwise: each process of each job in the tests would compile the
 # whole package again.
 unexport PYTHONDONTWRITEBYTECODE
+# mypy checks modules side by side, too.
+export MYPY_NUM_WORKERS ?= $(TEST_JOBS)
 
 # One stamp per step, inside the environment. The one of torch has its requirement in its name, so that a changed
 # TORCH is installed; the others follow pyproject.toml.

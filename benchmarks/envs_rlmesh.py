@@ -177,6 +177,21 @@ def appo(seed: int) -> dict[str, Any]:
     return {"ratio": rates["appo"] / rates["ppo"], **rates}
 
 
+def kills(seed: int) -> dict[str, Any]:
+    """Mean return of a minute of PPO in which a runner is killed every 5 s, less that of an undisturbed run as long.
+
+    It fails if a step or an episode is in two batches.
+    """
+    from runner_kills import run
+
+    killed = run("PPO", seed, seconds=60, every_s=5)
+    alone = run("PPO", seed, iterations=len(killed["curve"]), every_s=None)
+    return {
+        "difference": killed["level"] - alone["level"], "undisturbed": alone["level"], "kills": killed["kills"],
+        "episodes": killed["episodes"],
+    }  # fmt: skip
+
+
 def first_result(runners: int, seed: int) -> dict[str, Any]:
     """Seconds from the configuration to the first result, after the import of torch."""
     import torch
@@ -224,6 +239,7 @@ ROWS: Rows = {
     "frames_16": partial(frames, 0, 16), "frames_2x8": partial(frames, 2, 8), "frames_copies": copies,
     "ppo_zoo": partial(ppo, "zoo"), "ppo_rllib": partial(ppo, "rllib"), "ppo_cleanrl": partial(ppo, "cleanrl"),
     "ppo_own": partial(ppo, "own"), "impala": impala, "appo": appo, "replay": replay,
+    "kills": kills,
     "first_1": partial(first_result, 0), "first_2": partial(first_result, 2),
     **{name.lower(): partial(off_policy, name) for name in ("DQN", "SAC", "TD3")},
 }  # fmt: skip

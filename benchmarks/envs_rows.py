@@ -16,7 +16,7 @@ class EnvRow(NamedTuple):
         unit: its unit.
         peers: the libraries that rlmesh is compared with.
         goals: by a library, ``"best"`` of the peers or ``"rlmesh"``: the ratio of rlmesh's median to that library's;
-            for ``"rlmesh"``, the median itself.
+            for ``"rlmesh"``, the median itself; for ``"noise"``, a number in the 95 % interval of the mean.
         beside: libraries that are measured and have no part in the goals.
         higher: True if more is better.
         also: other rows whose peers belong to ``"best"``.
@@ -64,6 +64,7 @@ ROWS = {
         {"rllib": 20, "torchrl": 1}, higher=True,
     ),
     "appo": EnvRow("APPO against PPO, 2 runners", "ratio", "x", (), {"rlmesh": 1.2}, higher=True),
+    "kills": EnvRow("a runner killed every 5 s, for 60 s", "difference", "return", (), {"noise": 0}, limit_s=300),
     "first_1": EnvRow("first result, one process", "seconds", "s", ("sb3", "rllib"), {"rlmesh": 2}),
     "first_2": EnvRow("first result, 2 runners", "seconds", "s", ("rllib",), {"rlmesh": 4}),
 }  # fmt: skip

@@ -6,6 +6,7 @@ import math
 import statistics
 from typing import Any
 
+from compare import t_95
 from envs_results import Measured
 from envs_rows import ROWS, EnvRow
 
@@ -42,6 +43,9 @@ def verdicts(name: str, measured: Measured) -> list[str]:
     known = {source: value for source, value in medians.items() if not math.isnan(value)}
     texts = []
     for against, goal in row.goals.items():
+        if against == "noise":
+            texts.append(_noise(values(row, _found(measured, name, "rlmesh")), goal))
+            continue
         sign = ">=" if row.higher else "<" if goal == 1 else "<="
         if against == "rlmesh":
             texts.append(_verdict(own, goal, row, f"{sign} {goal:g} {row.unit}"))
@@ -61,6 +65,15 @@ def verdicts(name: str, measured: Measured) -> list[str]:
         else:
             texts.append(_verdict(own / to if to else math.nan, goal, row, text))
     return texts
+
+
+def _noise(numbers: list[float], goal: float) -> str:
+    """Whether the 95 % interval of the mean, by Student's t, has the goal in it."""
+    if len(numbers) < 3:
+        return f"{goal:g} in the 95 % interval of the mean: needs three seeds"
+    mean, half = statistics.mean(numbers), t_95(len(numbers) - 1) * statistics.stdev(numbers) / len(numbers) ** 0.5
+    met = mean - half <= goal <= mean + half
+    return f"{goal:g} in [{mean - half:.1f}, {mean + half:.1f}], 95 % of the mean: {'met' if met else 'MISSED'}"
 
 
 def _verdict(value: float, goal: float, row: EnvRow, text: str) -> str:
@@ -94,8 +107,8 @@ def _line(row: EnvRow, found: Found) -> str:
     numbers = values(row, found)
     if not numbers:
         return f"{'failed':>12} {found[-1].get('failed', 'no number')}"
-    median, known = statistics.median(numbers), [value for value in numbers if 0 < value < math.inf]
-    shown = _shown(median) if 0 < median < math.inf else f">{_shown(least(row, found))}"
+    median, known = statistics.median(numbers), [value for value in numbers if not math.isinf(value)]
+    shown = f">{_shown(least(row, found))}" if math.isinf(median) else _shown(median)
     span = f"{_shown(min(known))} … {_shown(max(known))}" if known else ""
     minutes = sum(each.get("took_s", 0.0) for each in found) / 60
     notes = []

@@ -101,8 +101,30 @@ def ppo(seed: int) -> dict[str, Any]:
     return way.result
 
 
+def load_extension() -> None:
+    """Loads TorchRL's extension; if the built one is for another torch, compiles the sources that the package has.
+
+    torch keeps the result in its cache of extensions, so this takes a minute once.
+    """
+    import os
+    import sys
+    from pathlib import Path
+
+    import torchrl
+    from torch.utils import cpp_extension
+
+    try:
+        import torchrl._torchrl
+    except ImportError:
+        os.environ["PATH"] += os.pathsep + str(Path(sys.executable).parent)  # where the peers' ninja is
+        folder = Path(torchrl.__file__).parent
+        sources = [str(folder / "csrc" / name) for name in ("pybind.cpp", "utils.cpp")]
+        sys.modules["torchrl._torchrl"] = cpp_extension.load("_torchrl", sources, extra_cflags=["-O3", "-std=c++20"])
+
+
 def replay(seed: int) -> dict[str, Any]:
     """Rounds a second with 1,000,000 transitions: add 256, sample 256 by priority, update priorities."""
+    load_extension()
     import torch
     from tensordict import TensorDict
     from torchrl.data import LazyTensorStorage, TensorDictPrioritizedReplayBuffer

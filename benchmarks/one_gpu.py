@@ -24,7 +24,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import chdir, suppress
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +44,6 @@ from rlmesh.rl.roles.rollout import RolloutRole
 from rlmesh.rl.roles.turns import Turns
 from rlmesh.rl.trainers.run import Run
 from rlmesh.rl.trainers.settings import ActorSettings, CriticSettings, RolloutSettings
-from rlmesh.testing import LocalCluster
 
 FILE = "switches.jsonl"
 GIB = 1 << 30
@@ -186,7 +185,7 @@ def main() -> None:
         reader = MemoryReader() if gpu else None
         if gpu:
             time.sleep(1.0)
-        with LocalCluster(run_root=base):
+        with chdir(base):  # not a LocalCluster, whose devices are virtual: members would see all GPUs
             result = builder.build().submit("one-gpu", view="plain")
         used = reader.close() if reader else [0]
         lines = (Path(result.run_dir) / FILE).read_text().splitlines()

@@ -21,7 +21,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import chdir, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -39,7 +39,6 @@ from rlmesh.rl.rewards import Reward
 from rlmesh.rl.roles.actor import ActorRole
 from rlmesh.rl.roles.rollout import RolloutRole
 from rlmesh.rl.trainers.settings import ActorSettings, RolloutSettings
-from rlmesh.testing import LocalCluster
 
 SIGMA, MOST_TIMES = 1.0, 8
 LEFT_OUT = 2
@@ -196,7 +195,7 @@ def measure(base: Path, run: GpuPipeline) -> Seen:
     builder.rollout(TailRollout).resource(accelerator=1).total(members)
     if run.colocated:
         builder.with_collocation("ACTOR", "ROLLOUT")
-    with LocalCluster(run_root=base):
+    with chdir(base):  # not a LocalCluster, whose devices are virtual: members would see all GPUs
         result = builder.build().submit("pipelines", view="none")
     folder = Path(result.run_dir)
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]

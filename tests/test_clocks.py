@@ -10,6 +10,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 WALL = {"time.time", "time.time_ns", "datetime.now", "datetime.utcnow", "datetime.today", "datetime.datetime.now"}
+WALL_NAMES = {name.rpartition(".")[2] for name in WALL}
 FILE_TIMES = {"st_mtime", "st_ctime", "st_atime", "getmtime", "getctime", "getatime"}
 READ_FOR = {
     "rlmesh/runtime/process/clock.py": "sets the job's own time, once",
@@ -41,7 +42,9 @@ def wall_clock_reads(tree: ast.AST) -> Iterator[int]:
         if alias.name in ("time", "time_ns")
     }
     for node in ast.walk(tree):
-        reads = isinstance(node, ast.Attribute) and (ast.unparse(node) in WALL or node.attr in FILE_TIMES)
+        reads = isinstance(node, ast.Attribute) and (
+            node.attr in FILE_TIMES or (node.attr in WALL_NAMES and ast.unparse(node) in WALL)
+        )
         if reads or (isinstance(node, ast.Name) and node.id in bare and isinstance(node.ctx, ast.Load)):
             yield getattr(node, "lineno", 0)
 

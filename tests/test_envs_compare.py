@@ -206,6 +206,11 @@ def test_the_verdicts() -> None:
     lost["ppo_cleanrl"]["rlmesh"] = of(6.0, reached=False, stopped="60 s")
     assert "met" not in verdicts("ppo_cleanrl", lost)[0]
     assert verdicts("first_1", {"first_1": {"rlmesh": of(1.5)}}) == ["<= 2 s: 1.50, met"]
+    noise = {"kills": {"rlmesh": of(-3.0, -1.0, 4.0, key="difference")}}
+    assert verdicts("kills", noise) == ["0 in [-9.0, 9.0], 95 % of the mean: met"]  # 4.303 * 3.606 / sqrt(3)
+    noise["kills"]["rlmesh"] = of(-3.0, -2.0, -4.0, key="difference")
+    assert verdicts("kills", noise) == ["0 in [-5.5, -0.5], 95 % of the mean: MISSED"]
+    assert "needs three seeds" in verdicts("kills", {"kills": {"rlmesh": of(1.0, key="difference")}})[0]
     assert verdicts("appo", {}) == [">= 1.2 x: not measured"]
 
 

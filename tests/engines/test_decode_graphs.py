@@ -153,6 +153,31 @@ def grouped() -> Any:
     return model
 
 
+def test_new_rows_wait_for_each_other() -> None:
+    batch, recorder, _ = with_graphs(tiny(0), most=64)
+
+    def add(count: int) -> list[Growing]:
+        rows = [Growing([5, 6, 7 + row], SamplingParams(200, seed=row)) for row in range(count)]
+        for row in rows:
+            batch.add(row)
+        return rows
+
+    begun = add(40)
+    while not recorder.recorded:
+        batch.step(0)
+    assert all(row.tokens for row in begun)
+    few = add(1)
+    counts = [len(few[0].tokens) for _ in range(9) if batch.step(0) is not None]
+    assert counts == [0] * 8 + [2]
+    many = add(3)
+    batch.step(0)
+    assert [len(row.tokens) for row in many] == [2, 2, 2]
+    batch.remove(lambda row: row not in many)
+    (last,) = add(1)
+    batch.step(0)
+    assert len(last.tokens) == 2, "few rows wait for nobody"
+
+
 def fails(compute: Callable[[], Tensor], logits: Tensor, pool: Any) -> Callable[[], None]:
     raise RuntimeError("operation not permitted when stream is capturing\nmore")
 

@@ -270,6 +270,10 @@ def test_gymnasiums_own_vectors(mode: str) -> None:
         assert np.array_equal(part["new_obs"][:-1], part["obs"][1:])
         assert np.array_equal(part["t"], np.arange(part["t"][0], part["t"][0] + len(part)))
         assert not part["dones"][:-1].any()
+    if mode == "sync":  # its one array of observations is copied before it changes
+        local = EnvRunner("CartPole-v1", ModulePolicy, num_envs=4, seed=0).sample(32)
+        own = np.concatenate([batch["obs"][batch["eps_id"] == episode][:8] for episode in range(4)])
+        assert np.array_equal(own, local["obs"])
     runner.stop()
 
 

@@ -52,7 +52,7 @@ class CircularBuffer:
             raise UsageError("CircularBuffer.sample: all batches are used up; add one")
         # Of batches with uses left for several draws, each use is as likely as any other one.
         ends = list(itertools.accumulate(uses for _, _, uses in self._entries))
-        index = bisect.bisect_right(ends, self._rng.integers(ends[-1]))
+        index = bisect.bisect_right(ends, self._rng.random() * ends[-1])
         batch, versions, uses = self._entries[index]
         if uses == 1:
             del self._entries[index]

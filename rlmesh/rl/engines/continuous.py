@@ -24,6 +24,10 @@ __all__ = ["ContinuousBatch"]
 PREFILL_TOKENS = 16_384
 """The most tokens, padding included, of one pass over prompts."""
 
+HELD_STEPS, HELD_SHARE = 8, 16
+"""With graphs, the prompt of a new row takes as long as many steps. So new rows wait until there is one for each 16
+rows that are sampled, or for 8 steps, and are processed together."""
+
 
 class _Row:
     """A response in the batch: its generator, and its token counts if it has penalties."""
@@ -77,6 +81,8 @@ class ContinuousBatch:
         self._cache: BatchCache | None = None
         self._name = ""
         self._version: int | None = None
+        self._held = 0
+        """Steps that new rows have waited."""
         self._vocabulary = 0
         self._share = True
         """Process equal prompts once: possible where rows of a cache can be copied to several slots."""
@@ -131,7 +137,9 @@ class ContinuousBatch:
         """
         self._version = version
         ended: list[Growing] = []
-        parts, self._new = _parts(self._new), []
+        parts = [] if self._holds() else _parts(self._new)
+        if parts:
+            self._new, self._held = [], 0
         for part in parts:
             if self._rows and self._cache is not None and not self._cache.can_join:
                 self._new += part
@@ -143,6 +151,13 @@ class ContinuousBatch:
             ended += self._take(self._rows, self._cache.decode(self._model, tokens, self._name))
             self._keep([row.growing.finish_reason is None for row in self._rows])
         return ended
+
+    def _holds(self) -> bool:
+        """True if new rows wait for others."""
+        if self._graphs is None or not self._graphs.count or not self._new:
+            return False
+        self._held += 1
+        return self._held <= HELD_STEPS and len(self._new) * HELD_SHARE < len(self._rows)
 
     def _begin(self, rows: list[_Row]) -> list[Growing]:
         """Process the contexts of new rows, and sample a token of each."""
