@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from functools import partial
 from typing import Any
 
@@ -43,16 +44,39 @@ def sampling(runners: int, environments: int, frames: bool, seed: int) -> dict[s
     return rate(collect)
 
 
+def sampled(*, env_runner: Any, metrics_logger: Any, samples: list[Any], **more: Any) -> None:
+    """Called by RLlib's runners after each sample: the returns of ended episodes come with the result of the iteration.
+
+    A sample has pieces of episodes; the returns of earlier pieces are kept at the runner.
+    """
+    if not hasattr(env_runner, "returns_so_far"):
+        env_runner.returns_so_far = {}
+    for piece in samples:
+        total = env_runner.returns_so_far.pop(piece.id_, 0.0) + piece.get_return()
+        if piece.is_done:
+            metrics_logger.log_value("returns", total, reduce="item_series", window=100_000)
+        else:
+            env_runner.returns_so_far[piece.id_] = total
+
+
+def train(algorithm: Any, way: Way, episodes: int) -> dict[str, Any]:
+    """Trains until the mean of the last ``episodes`` episodes is the goal.
+
+    RLlib's own mean is over the last ones of each result, which may be far fewer than it is asked for.
+    """
+    last: deque[float] = deque(maxlen=episodes)
+    while True:
+        result = algorithm.train()
+        last.extend(result.get("env_runners", {}).get("returns", []))
+        mean = sum(last) / len(last) if last else None
+        if way.ends(result.get("num_env_steps_sampled_lifetime", 0), mean, len(last) == episodes):
+            return way.result
+
+
 def ppo(seed: int) -> dict[str, Any]:
     """Seconds and steps until the mean of 100 episodes is 475, at RLlib's defaults."""
     way = Way(475, MOST_STEPS)
-    algorithm = config(seed).build_algo()
-    while True:
-        result = algorithm.train()
-        episodes = result["env_runners"]
-        enough = episodes.get("num_episodes_lifetime", 0) >= 100
-        if way.ends(result["num_env_steps_sampled_lifetime"], episodes.get("episode_return_mean"), enough):
-            return way.result
+    return train(config(seed).callbacks(on_sample_end=sampled).build_algo(), way, 100)
 
 
 def impala(seed: int) -> dict[str, Any]:
@@ -72,17 +96,12 @@ def impala(seed: int) -> dict[str, Any]:
         .learners(num_learners=0)
         .training(train_batch_size_per_learner=500, timeout_s_sampler_manager=0.1)
         .rl_module(model_config=DefaultModelConfig(fcnet_hiddens=[64, 64], vf_share_layers=False))
-        .reporting(metrics_num_episodes_for_smoothing=20, min_time_s_per_iteration=0)
-        .reporting(min_sample_timesteps_per_iteration=500)
+        .reporting(min_time_s_per_iteration=0, min_sample_timesteps_per_iteration=500)
+        .callbacks(on_sample_end=sampled)
         .debugging(seed=seed, log_level="ERROR")
         .build_algo()
     )
-    while True:
-        result = algorithm.train()
-        episodes = result.get("env_runners", {})
-        enough = episodes.get("num_episodes_lifetime", 0) >= 20
-        if way.ends(result.get("num_env_steps_sampled_lifetime", 0), episodes.get("episode_return_mean"), enough):
-            return way.result
+    return train(algorithm, way, 20)
 
 
 def first_result(runners: int, seed: int) -> dict[str, Any]:

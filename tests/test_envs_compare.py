@@ -7,6 +7,7 @@ import math
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ sys.path.insert(0, str(BENCHMARKS))
 
 import envs_cleanrl  # noqa: E402
 import envs_compare  # noqa: E402
+import envs_rllib  # noqa: E402
 from envs_measure import Way, rate  # noqa: E402
 from envs_results import Results  # noqa: E402
 from envs_rows import ROWS  # noqa: E402
@@ -174,6 +176,32 @@ def test_the_episodes_of_cleanrl_are_read_from_what_it_prints() -> None:
     ):
         watch.write(text)
     assert seen == [(104, 26.0), (120, 9.0)]
+
+
+def test_rllibs_returns_are_those_of_whole_episodes_and_of_as_many_as_asked_for() -> None:
+    """Its samples have pieces of episodes, and its own mean is over fewer episodes."""
+    runner, logged = SimpleNamespace(), list[float]()
+
+    def piece(name: str, value: float, done: bool) -> Any:
+        return SimpleNamespace(id_=name, get_return=lambda: value, is_done=done)
+
+    def sample(*pieces: Any) -> dict[str, Any]:
+        logged.clear()
+        logger = SimpleNamespace(log_value=lambda key, value, **more: logged.append(value))
+        envs_rllib.sampled(env_runner=runner, metrics_logger=logger, samples=list(pieces))
+        return {"num_env_steps_sampled_lifetime": 10, "env_runners": {"returns": list(logged)}}
+
+    results = [
+        sample(piece("a", 4.0, True), piece("b", 3.0, False)), sample(piece("b", 6.0, False)),
+        sample(piece("b", 1.0, True), piece("c", 12.0, True)), {"num_env_steps_sampled_lifetime": 40},
+    ]  # fmt: skip
+    assert [each.get("env_runners", {}).get("returns") for each in results] == [[4.0], [], [10.0, 12.0], None]
+    assert runner.returns_so_far == {}
+    remaining = iter(results)
+    algorithm = SimpleNamespace(train=lambda: next(remaining))
+    found = envs_rllib.train(algorithm, Way(11.0, 40, limit_s=math.inf), 2)
+    assert found["mean"] == 11.0 and found["reached"]
+    assert len(list(remaining)) == 1, "it ends at once"
 
 
 def of(*values: float, key: str = "seconds", **more: Any) -> dict[str, dict[str, Any]]:
