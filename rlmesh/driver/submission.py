@@ -36,8 +36,9 @@ def cluster_for(config: JobDescription, demand: JobDemand, given: Cluster | None
     if given is not None and (given.devices_per_node is not None or not given.hosts):
         if config.device_type == "GPU" and given.devices_per_node and not given.nvml and _has_gpus():
             log.warning(
-                "the %d devices of each node are virtual, as LocalCluster and --nproc-per-node make them: no member gets "
-                "a GPU of its own, and each sees all GPUs of this machine. Submit the job without them to use the GPUs",
+                "the %d devices of each node are virtual, as LocalCluster and --nproc-per-node make them: no member "
+                "gets a GPU of its own, and each sees all GPUs of this machine. Submit the job without them to use "
+                "the GPUs",
                 given.devices_per_node,
             )
         return given
