@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 
 from rlmesh.agent.protocol import AgentConfig
 from rlmesh.driver.options import Cluster
@@ -21,6 +23,8 @@ from rlmesh.placement.preview import slots_asked as slots_asked
 from rlmesh.run_directory.workspace import Workspace
 from rlmesh.wire.main_module import by_value
 
+log = logging.getLogger(__name__)
+
 
 def cluster_for(config: JobDescription, demand: JobDemand, given: Cluster | None) -> Cluster:
     """Return the nodes that the job starts on: the given ones, else this machine.
@@ -30,12 +34,23 @@ def cluster_for(config: JobDescription, demand: JobDemand, given: Cluster | None
     that it needs.
     """
     if given is not None and (given.devices_per_node is not None or not given.hosts):
+        if config.device_type == "GPU" and given.devices_per_node and not given.nvml and _has_gpus():
+            log.warning(
+                "the %d devices of each node are virtual, as LocalCluster and --nproc-per-node make them: no member "
+                "gets a GPU of its own, and each sees all GPUs of this machine. Submit the job without them to use "
+                "the GPUs",
+                given.devices_per_node,
+            )
         return given
     cluster = given or Cluster((os.uname().nodename,))
     if config.device_type == "GPU":
         return cluster
     slots = config.device_per_node or -(-slots_asked(demand) // len(cluster.names))
     return replace(cluster, devices_per_node=slots)
+
+
+def _has_gpus(devices: Path = Path("/dev")) -> bool:
+    return any(devices.glob("nvidia[0-9]*"))
 
 
 def expected_nodes(cluster: Cluster) -> tuple[NodeInfo, ...] | None:

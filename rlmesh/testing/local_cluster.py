@@ -6,7 +6,8 @@
         job.submit("test")
 
 Each node is a real agent under a real guardian, with its own sockets and members. Devices are virtual slots, which
-placement counts and assigns like real devices, for jobs of device type CPU and GPU alike.
+placement counts and assigns like real devices, for jobs of device type CPU and GPU alike. They do not hide GPUs: on a
+machine that has some, each member sees all of them.
 """
 
 from __future__ import annotations

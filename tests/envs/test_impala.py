@@ -341,7 +341,8 @@ def test_training_goes_on_while_runners_die(tmp_path: Path) -> None:
             assert result["env_runners"]["num_episodes_lifetime"] == (i + 1) * 8
             assert result["info"]["num_env_steps_trained"] == result["num_env_steps_sampled_lifetime"]
             stats = result["learners"]["default_policy"]["learner_stats"]
-            assert 0 <= stats["staleness_mean"] <= stats["staleness_max"] <= 2 * 2
+            # a runner may be so slow that the other one gives several batches before its fragment arrives
+            assert 0 <= stats["staleness_mean"] <= stats["staleness_max"] <= i
         algorithm.save(tmp_path / "checkpoint")
         algorithm.train()
         weights, trained = weights_of(algorithm), algorithm.iteration

@@ -82,6 +82,7 @@ def run_and_kill(tmp_path: Path, kills: list[tuple[int, str]], *options: str) ->
     return curve_of(run_dir), sorted(name for name in first if first[name] != last.get(name))
 
 
+@pytest.mark.slow
 def test_a_small_job_survives_each_kind_of_death(tiny: Path, tmp_path: Path) -> None:
     kills = [
         (1, "ROLLOUT:1"), (2, "REWARD:0"), (3, "ACTOR:1"), (5, "CRITIC:0"), (6, "REFERENCE:0"), (7, "TRAINER:0"),

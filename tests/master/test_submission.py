@@ -73,6 +73,19 @@ def test_declared_devices_and_given_clusters_are_kept() -> None:
     assert cluster_for(config, demand_of(config), given) is given
 
 
+@pytest.mark.parametrize("gpus", [True, False])
+def test_a_job_with_gpus_is_told_that_virtual_devices_are_none(
+    gpus: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(Path, "glob", lambda self, pattern: iter([self / "nvidia0"] if gpus else []))
+    config, given = ppo(device_type="GPU"), Cluster(("a",), 2)
+    assert cluster_for(config, demand_of(config), given) is given
+    told = [record.getMessage() for record in caplog.records]
+    assert told == [] if not gpus else "2 devices of each node are virtual" in told[0]
+    cluster_for(ppo(), demand_of(ppo()), given)
+    assert len(caplog.records) == len(told), "nothing is told to jobs without GPUs"
+
+
 def test_collocated_roles_are_in_the_order_of_the_job() -> None:
     config = ppo(collocations=[{"ROLLOUT", "ACTOR"}])
     assert demand_of(config).collocations == (("ACTOR", "ROLLOUT"),)

@@ -250,6 +250,7 @@ def test_a_child_keeps_the_shared_memory_that_its_parent_gives_back(tmp_path: Pa
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.case("b26")
 def test_forks_at_any_moment_of_calls(tmp_path: Path) -> None:
     """Other threads call all the time: whatever locks they hold, the child ends and the parent goes on."""

@@ -13,7 +13,7 @@ from rlmesh.envs.connectors import RewardClip
 from rlmesh.envs.multi_agent.policies import AgentEpisode, PolicyMapping
 from rlmesh.errors import UsageError
 
-from .environments import Anything, Convoy
+from .environments import Anything, Convoy, Shift
 
 
 def refused(config: Any) -> str:
@@ -144,6 +144,8 @@ def test_copies_of_an_environment() -> None:
         make_multi_agent("CartPole-v1")({"num_agents": 0})
 
 
-def test_checks_of_environments_are_for_one_agent() -> None:
-    with pytest.raises(UsageError, match="the environment Convoy has several agents; the checks are for one"):
-        check_env(lambda context: Convoy())
+def test_build_checks_an_environment_of_several_agents_if_it_is_asked_to() -> None:
+    assert check_env(Shift).passed
+    config = PPOConfig().environment(Convoy, disable_env_checking=False)
+    with pytest.raises(UsageError, match=r"Convoy: after-the-end: .* a step after the end of the episode is accepted"):
+        config.build()
