@@ -7,6 +7,7 @@ import gc
 import os
 import shutil
 import tempfile
+import threading
 import time
 import uuid
 from collections.abc import AsyncIterator, Iterator
@@ -56,6 +57,20 @@ def keep_objects() -> None:
     """Leave what lives now out of garbage collections: over all that was imported, each takes 0.2 to 0.5 s."""
     gc.collect()
     gc.freeze()
+    unfrozen.clear()
+
+
+# To ask `gc.get_freeze_count()` after each test would take as long as all objects take to be counted.
+unfrozen = threading.Event()
+unfreeze = gc.unfreeze
+
+
+def note_and_unfreeze() -> None:
+    unfrozen.set()
+    unfreeze()
+
+
+gc.unfreeze = note_and_unfreeze
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -105,7 +120,7 @@ def leak_guard(request: pytest.FixtureRequest, leak_check: LeakCheck, session_le
     """Fails a test that leaves threads, processes, descriptors, segments, socket directories or tasks."""
     before = leak_check.snapshot()
     yield
-    if not gc.get_freeze_count():  # A run in this process unfreezes everything at its end.
+    if unfrozen.is_set():  # A run in this process unfreezes everything at its end.
         keep_objects()
     leaks = leak_check.since(before)
     leak_check.kill(leaks)
