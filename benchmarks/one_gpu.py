@@ -198,7 +198,9 @@ def main() -> None:
 
 
 def report(events: list[tuple[Any, ...]], *, gpu: bool, used: int, context: int) -> None:
-    first, later, changes = [], [], {}
+    first: list[float] = []
+    later: list[float] = []
+    changes: dict[tuple[str, str, str], list[float]] = {}
     held_before: dict[tuple[str, str], int] = {}
     for (begin, asleep, who, part, one, most), (wakes, awake, *_, other, _) in itertools.pairwise(events):
         if (one, other) == ("sleep", "wake"):
