@@ -41,16 +41,14 @@ class ModuleSnapshot:
         self._forms = self._forms_now()
 
     def is_current(self, *, forms: bool = True) -> bool:
-        """True if the module still has the same tensors, at the same places; without ``forms``, names, shapes and types
-        are not compared, which takes the most time."""
+        """True if the module still has the same tensors, at the same places; without ``forms``, shapes and types are
+        not compared, which takes the most time."""
         if any(self._empty):
             return False
         owned = list(chain.from_iterable(map(dict.values, self._dicts)))
         if len(owned) != len(self._owned) or not all(map(is_, owned, self._owned)):
             return False
-        if forms and list(chain.from_iterable(self._dicts)) != self._owned_names:
-            return False
-        return self._are_unchanged(forms)
+        return list(chain.from_iterable(self._dicts)) == self._owned_names and self._are_unchanged(forms)
 
     def has(self, tensors: Mapping[str, Tensor]) -> bool:
         """True if these are the tensors that are used, at the same places.
