@@ -67,7 +67,9 @@ def train(algorithm: Any, way: Way, episodes: int) -> dict[str, Any]:
     last: deque[float] = deque(maxlen=episodes)
     while True:
         result = algorithm.train()
-        last.extend(result.get("env_runners", {}).get("returns", []))
+        returns = result.get("env_runners", {}).get("returns", [])
+        if isinstance(returns, list):  # not a number stands for no episode that has ended
+            last.extend(returns)
         mean = sum(last) / len(last) if last else None
         if way.ends(result.get("num_env_steps_sampled_lifetime", 0), mean, len(last) == episodes):
             return way.result
