@@ -86,3 +86,12 @@ async def test_an_agent_that_does_not_answer_takes_no_stacks_away() -> None:
     assert (a.text, a.state) == (OWN, "answers")
     assert b.state == "is out of sight" and b.text.startswith("neither it nor its agent answered: no answer came")
     assert c.text == "by a signal"
+
+
+async def test_nobody_gets_a_signal_if_none_may_be_sent() -> None:
+    agent = _Peer(look)
+    (stack,) = await examine(
+        cast(Runtime, _Members(a=_Peer())), [member("A", "a")], lambda node: cast(Any, agent), signal=False
+    )
+    assert agent.asked == [("examine", (("A", 0, 0),), ())]
+    assert stack.text == "" and stack.state == "sleeps"

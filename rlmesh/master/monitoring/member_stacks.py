@@ -2,7 +2,7 @@
 
 The signal makes ``faulthandler`` walk the frames of threads while they run, which can crash a process. It is safe for
 members that cannot answer: a member that holds the interpreter lock keeps its other threads still, and a stopped one
-does not move.
+does not move. A member that starts may be silent and move all the same, so an incident of others sends it no signal.
 """
 
 from __future__ import annotations
@@ -32,6 +32,8 @@ async def examine(
     members: Iterable[Member],
     agent_of: Callable[[int], MemberHandle],
     own_answer_s: float = OWN_ANSWER_S,
+    *,
+    signal: bool = True,
 ) -> tuple[MemberStack, ...]:
     """Return one stack per member, in their order; the text says why if there is no stack.
 
@@ -39,6 +41,7 @@ async def examine(
 
     Args:
         agent_of: returns the agent of a node, by the node's rank.
+        signal: send silent members the signal; otherwise they have no stacks.
     """
     asked = tuple(members)
     endpoints = list(dict.fromkeys(member.endpoint for member in asked if member.endpoint))
@@ -47,7 +50,9 @@ async def examine(
     of_node: dict[int, list[Member]] = {}
     for member in asked:
         of_node.setdefault(member.placement.node_rank, []).append(member)
-    inspected = await asyncio.gather(*(_inspect(agent_of(node), on_it, own) for node, on_it in of_node.items()))
+    inspected = await asyncio.gather(
+        *(_inspect(agent_of(node), on_it, own, signal=signal) for node, on_it in of_node.items())
+    )
     of_key = {stack.key: stack for stacks in inspected for stack in stacks}
     return tuple(of_key[member.key] for member in asked)
 
@@ -61,9 +66,11 @@ async def _ask(runtime: Runtime, endpoint: str, wait_s: float) -> str:
     return text
 
 
-async def _inspect(agent: MemberHandle, members: list[Member], own: dict[str, str]) -> list[MemberStack]:
+async def _inspect(
+    agent: MemberHandle, members: list[Member], own: dict[str, str], *, signal: bool
+) -> list[MemberStack]:
     """Return the stacks of one node's members, with what the system says about their processes."""
-    silent = tuple(member.key for member in members if member.endpoint not in own)
+    silent = tuple(member.key for member in members if signal and member.endpoint not in own)
     keys = tuple(member.key for member in members)
     missing, why = "is gone", "it has ended"
     try:

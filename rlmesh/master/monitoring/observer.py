@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -186,7 +187,10 @@ class Observer:
     async def _ask_stacks(self, member: Member) -> str:
         from rlmesh.master.monitoring.member_stacks import INCIDENT_ANSWER_S, examine, stack_text
 
-        (stack,) = await examine(self._runtime, [member], self._agent, INCIDENT_ANSWER_S)
+        starting = member.state in ("starting", "bound")
+        (stack,) = await examine(self._runtime, [member], self._agent, INCIDENT_ANSWER_S, signal=not starting)
+        if starting and not stack.text:
+            stack = replace(stack, text=f"starts, and did not answer within {INCIDENT_ANSWER_S:g} s")
         return stack_text(stack)
 
     def _agent(self, node_rank: int) -> MemberHandle:
