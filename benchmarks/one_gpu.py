@@ -30,7 +30,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from pipelines import even
+from pipelines import MeasuredPipeline, even
 from post_training_samples import SHAPES, build_model, build_tokenizer
 
 from rlmesh import RLJobBuilder, current_worker
@@ -42,7 +42,6 @@ from rlmesh.rl.roles.fused import ActorRolloutRef
 from rlmesh.rl.roles.reference import ReferenceRole
 from rlmesh.rl.roles.rollout import RolloutRole
 from rlmesh.rl.roles.turns import Turns
-from rlmesh.rl.trainers.run import Run
 from rlmesh.rl.trainers.settings import ActorSettings, CriticSettings, RolloutSettings
 
 FILE = "switches.jsonl"
@@ -55,15 +54,6 @@ a = torch.ones(64, 64, device="cuda")
 print("ready", torch.cuda.memory_reserved(), flush=True)
 input()
 """
-
-
-class WordsRun(Run):
-    """A run whose model has a tokenizer of words, which transformers would take for one of Qwen2."""
-
-    def tokenizer(self) -> Any:
-        from transformers import PreTrainedTokenizerFast
-
-        return PreTrainedTokenizerFast.from_pretrained(self.model)
 
 
 class TimedTurns(Turns):
@@ -165,7 +155,7 @@ def main() -> None:
         training: dict[str, Any] = {
             "lr": 1e-6, "token_budget": args.token_budget, "precision": precision, "activation_checkpointing": gpu,
         }  # fmt: skip
-        run = WordsRun(
+        run = MeasuredPipeline(
             model=str(base / "model"), data=[{"prompt": " ".join(f"w{w}" for w in row)} for row in words],
             rewards=[Reward(even, inline=True)], algorithm=PPO(samples=shape.samples, kl=0.01), steps=args.steps,
             batch_size=shape.prompts, save_every=10**6, max_prompt_tokens=shape.prompt_tokens,

@@ -34,7 +34,7 @@ class _TimeOver(Exception):
 
 @dataclass
 class _RunningTrial:
-    """What a slot does: a trial, the step that was submitted last, and the state in which the trial ends."""
+    """The work of a slot: a trial, the step that was submitted last, and the state in which the trial ends."""
 
     trial: Trial
     step: str = "begin"

@@ -52,17 +52,17 @@ class BasicSearch:
         return self._variants[number]
 
     def go_on(self, number: int, history: Sequence[tuple[int, float]]) -> None:
-        """Do nothing: results are not kept."""
+        """Has no effect: results are not kept."""
 
     def report(self, number: int, iteration: int, value: float) -> bool:
         """False: no trial is pruned."""
         return False
 
     def tell(self, number: int, value: float | None, *, pruned: bool, failed: bool) -> None:
-        """Do nothing: later values do not depend on results."""
+        """Has no effect: later values do not depend on results."""
 
     def end(self) -> None:
-        """Do nothing: there is no storage."""
+        """Has no effect: there is no storage."""
 
 
 class OptunaSearch:

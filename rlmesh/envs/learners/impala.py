@@ -176,9 +176,9 @@ class APPOLearner(IMPALALearner):
         return (loss + self.kl_coeff * kl if config["use_kl_loss"] else loss), stats
 
     def target_inputs(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-        """What the target network gives to the distribution, ``[rows, …]``; called without gradients.
+        """The inputs of the distribution by the target network, ``[rows, …]``; called without gradients.
 
-        Batches are used several times and the target moves rarely: what plain layers gave to observations is kept.
+        Batches are used several times and the target moves rarely: the outputs of plain layers are kept until it moves.
         """
         layers = self.target.layers_to_act(explore=True)  # without those of values, where that is possible
         if layers is None:

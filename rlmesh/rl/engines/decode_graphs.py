@@ -24,6 +24,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from rlmesh.rl.engines.training.offload import clear_workspaces
+
 __all__ = ["DecodeGraphs", "graphs_for", "padded_rows", "padded_width", "record_on_gpu"]
 
 logger = logging.getLogger(__name__)
@@ -174,7 +176,7 @@ def record_on_gpu(compute: Callable[[], Tensor], logits: Tensor, pool: Any) -> C
     torch.cuda.synchronize(device)
     graph = torch.cuda.CUDAGraph()
     # A workspace of cuBLAS that is used by a graph must be the graph's own: another thread may free the common ones.
-    _clear_workspaces()
+    clear_workspaces()
     try:
         with _no_collection(), torch.cuda.stream(stream):
             # Other threads of this process may allocate, copy and compute meanwhile.
@@ -191,7 +193,7 @@ def record_on_gpu(compute: Callable[[], Tensor], logits: Tensor, pool: Any) -> C
                 end(device.index or 0, pool)
         raise
     finally:
-        _clear_workspaces()
+        clear_workspaces()
     return graph.replay
 
 
@@ -206,12 +208,6 @@ def graphs_for(model: nn.Module) -> DecodeGraphs | None:
     if next(model.parameters()).device.type != "cuda":
         return None
     return DecodeGraphs([*model.parameters(), *model.buffers()])
-
-
-def _clear_workspaces() -> None:
-    clear = getattr(torch._C, "_cuda_clearCublasWorkspaces", None)
-    if clear is not None:
-        clear()
 
 
 @contextmanager

@@ -129,7 +129,7 @@ class SlotCache:
             mine.values[at, :, :width] = theirs.values[of]  # type: ignore[index]
 
     def _reserve(self, slots: int, width: int, like: Sequence[Any]) -> None:
-        """Have memory for as many slots and places, with the heads of ``like``."""
+        """Make room for this many slots and places, with the heads of ``like``."""
         self._spans += [[0, 0] for _ in range(slots - len(self._spans))]
         have = (0, 0) if not self._stacks else (self._stacks[0].shape[1], self._stacks[0].shape[3])
         if slots <= have[0] and width <= have[1]:

@@ -379,7 +379,7 @@ class TransformersEngine:
         self._asleep = None
 
     def reset_prefix_cache(self) -> None:
-        """Do nothing: a cache lives as long as its batch."""
+        """Has no effect: the engine caches no prefixes beyond the responses under way."""
 
     def metrics(self) -> Mapping[str, float]:
         return {"generated_tokens": float(self._tokens), "generating_s": self._busy_s}

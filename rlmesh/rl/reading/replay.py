@@ -221,4 +221,4 @@ class _Replayer(Trainer):
         return self._roles.get(role) or NO_MEMBERS
 
     def teardown(self) -> None:
-        """Do nothing: nothing was opened."""
+        """Has no effect: nothing was opened."""

@@ -59,23 +59,23 @@ class GivenBuffer:
         return self._groups(self._loader.batch(step - 1))
 
     def connect(self, *args: Any, **options: Any) -> None:
-        """Do nothing: there are no engines."""
+        """Has no effect: there are no engines."""
 
     def pause(self) -> None:
-        """Do nothing: nothing is being sampled."""
+        """Has no effect: nothing is being sampled."""
 
     def trained(self, step: int) -> None:
-        """Do nothing: no slot is used."""
+        """Has no effect: no slot is used."""
 
     def advance(self, version: int) -> None:
-        """Do nothing: nothing gets the weights."""
+        """Has no effect: nothing gets the weights."""
 
     def report(self) -> dict[str, float]:
         """No numbers."""
         return {}
 
     def close(self) -> None:
-        """Do nothing: there is no ledger."""
+        """Has no effect: there is no ledger."""
 
 
 def given_groups(

@@ -23,7 +23,7 @@ class GivenActor(ActorRole):
     """The policy in training, where nothing samples: it gives its weights to nobody."""
 
     def offer_weights(self) -> None:
-        """Do nothing: there are no engines."""
+        """Has no effect: there are no engines."""
 
 
 class RewardModelRole(CriticRole):

@@ -115,3 +115,16 @@ def check_against_whole_episodes(batch: SampleBatch, module: RLModule, bound: fl
         assert np.abs(episode["value_targets"] - episode["rewards"] - GAMMA * after).max() <= 1e-5
         checked += len(episode)
     return checked
+
+
+def assert_same_gradients(learner: Any, module: Any, *batches: dict[str, torch.Tensor]) -> None:
+    """The loss of each batch has the same gradients, which are not all 0, and finite statistics."""
+    gradients = []
+    for batch in batches:
+        module.zero_grad()
+        loss, stats = learner.loss(batch)
+        loss.backward()
+        gradients.append(torch.cat([p.grad.reshape(-1) for p in module.parameters() if p.grad is not None]))
+        assert all(value.isfinite() for value in stats.values())
+    assert gradients[0].abs().sum() > 0
+    assert all(torch.equal(gradients[0], other) for other in gradients[1:])

@@ -34,7 +34,9 @@ from rlmesh.envs.learners.sequences import forward_sequences, sequences_of
 from rlmesh.envs.modules.distributions import distribution_of
 from rlmesh.errors import UsageError
 
-from .tasks import ATTENTION, GAMMA, LSTM, MODELS, Cue, Waves, check_against_whole_episodes, unrolled
+from .tasks import (
+    ATTENTION, GAMMA, LSTM, MODELS, Cue, Waves, assert_same_gradients, check_against_whole_episodes, unrolled,
+)  # fmt: skip
 
 MODES = [None, AutoresetMode.NEXT_STEP, AutoresetMode.SAME_STEP, AutoresetMode.DISABLED]
 
@@ -133,15 +135,7 @@ def test_masked_places_change_nothing(name: str, kind: Any) -> None:
         poisoned[key] = value.clone()
         if key != "mask" and not key.startswith("state_in"):
             poisoned[key][~mask] = torch.nan if value.is_floating_point() else 99
-    gradients = []
-    for given_batch in (tensors, poisoned):
-        module.zero_grad()
-        loss, stats = learner.loss(given_batch)
-        loss.backward()
-        gradients.append(torch.cat([p.grad.reshape(-1) for p in module.parameters() if p.grad is not None]))
-        assert all(value.isfinite() for value in stats.values())
-    assert gradients[0].abs().sum() > 0
-    assert torch.equal(*gradients)
+    assert_same_gradients(learner, module, tensors, poisoned)
 
 
 def test_the_loss_of_sequences_is_that_of_their_rows() -> None:

@@ -32,11 +32,15 @@ def own_memory(tensors: Iterable[Tensor]) -> None:
 
 def free_unused_gpu_memory() -> None:
     """Return the memory that torch keeps without using it to the GPU, for other processes."""
-    # The workspaces of cuBLAS, which are made again when they are needed, would hold the segments that they are in.
+    clear_workspaces()  # they would hold the segments that they are in
+    torch.cuda.empty_cache()
+
+
+def clear_workspaces() -> None:
+    """Free the workspaces of cuBLAS, which are made again when they are needed."""
     clear = getattr(torch._C, "_cuda_clearCublasWorkspaces", None)
     if clear is not None:
         clear()
-    torch.cuda.empty_cache()
 
 
 class Offloaded:
