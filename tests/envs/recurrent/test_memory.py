@@ -35,7 +35,15 @@ from rlmesh.envs.modules.distributions import distribution_of
 from rlmesh.errors import UsageError
 
 from .tasks import (
-    ATTENTION, GAMMA, LSTM, MODELS, Cue, Waves, assert_same_gradients, check_against_whole_episodes, unrolled,
+    ATTENTION,
+    GAMMA,
+    LSTM,
+    MODELS,
+    Cue,
+    Waves,
+    assert_same_gradients,
+    check_against_whole_episodes,
+    unrolled,
 )  # fmt: skip
 
 MODES = [None, AutoresetMode.NEXT_STEP, AutoresetMode.SAME_STEP, AutoresetMode.DISABLED]
