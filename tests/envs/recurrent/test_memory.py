@@ -44,7 +44,7 @@ from .tasks import (
     assert_same_gradients,
     check_against_whole_episodes,
     unrolled,
-)  # fmt: skip
+)
 
 MODES = [None, AutoresetMode.NEXT_STEP, AutoresetMode.SAME_STEP, AutoresetMode.DISABLED]
 
