@@ -16,6 +16,7 @@ from rlmesh.envs.environments.observations import ObservationRows
 from rlmesh.envs.environments.registry import EnvCreator, did_you_mean, env_creator_of
 from rlmesh.envs.modules.policy import Policy, States
 from rlmesh.envs.multi_agent.connectors import AgentConnectors
+from rlmesh.envs.multi_agent.env_process import EnvProcess
 from rlmesh.envs.multi_agent.episodes import EpisodeBook
 from rlmesh.envs.multi_agent.policies import (
     AgentEpisode,
@@ -34,6 +35,8 @@ from rlmesh.errors import UsageError
 
 __all__ = ["MultiAgentEnvRunner"]
 
+MODES = ("local", "sync", "async")
+"""``sync`` is ``local``, under the name of Gymnasium and RLlib."""
 logger = logging.getLogger(__name__)
 
 
@@ -50,6 +53,7 @@ class MultiAgentEnvRunner(RunnerBase):
         policy_mapping_fn: see `PolicyMapping`.
         policy_configs: settings by policy, in place of ``policy_config`` and those of the specs.
         connectors: applied to the observations and rewards of each agent; see `AgentConnectors`.
+        vectorize_mode: ``local`` steps environments in this process, ``async`` each in a process of its own.
         num_envs, rollout_fragment_length, …: as of `EnvRunner`.
 
     Raises:
@@ -70,12 +74,16 @@ class MultiAgentEnvRunner(RunnerBase):
             num_envs=num_envs, rollout_fragment_length=rollout_fragment_length, seed=seed, worker_index=worker_index,
             num_workers=num_workers, start=start, env_config=env_config,
         )  # fmt: skip
-        if vectorize_mode != "local":
-            raise UsageError(f"vectorize_mode={vectorize_mode!r}: environments of several agents have 'local' alone")
+        if vectorize_mode not in MODES:
+            raise UsageError(
+                f"vectorize_mode={vectorize_mode!r}: environments of several agents have 'local' (also named 'sync'), "
+                "and 'async' for a process each"
+            )
         self._new_obs, self.explore = new_obs, explore
         creator = env_creator_of(env_creator)
+        made = EnvProcess if vectorize_mode == "async" else _here
         self._vector = MultiAgentVector(
-            lambda i: creator(self._context(i)), num_envs, None if seed is None else self._seed_of,
+            lambda i: made(partial(creator, self._context(i))), num_envs, None if seed is None else self._seed_of,
             restart=restart_failed_sub_environments,
         )  # fmt: skip
         specs = policy_specs(policies)
@@ -202,8 +210,8 @@ class MultiAgentEnvRunner(RunnerBase):
             self.weights_version = version
 
     def foreach_env(self, fn: Callable[[Any], Any]) -> list[Any]:
-        """``fn(env)`` of each environment, a `MultiAgentEnv`."""
-        return [fn(env) for env in self._vector.envs]
+        """``fn(env)`` of each environment, a `MultiAgentEnv`, in the process of the environment."""
+        return [env.apply(fn) if isinstance(env, EnvProcess) else fn(env) for env in self._vector.envs]
 
     def stop(self) -> None:
         """Close the environments."""
@@ -266,6 +274,7 @@ class MultiAgentEnvRunner(RunnerBase):
             while time < steps if steps is not None else any(share):
                 active = [i for i in range(self.num_envs) if steps is not None or share[i]]
                 book.act(active, explore=self.explore)
+                vector.begin_steps({i: book.actions(i) for i in active})
                 for i in active:
                     results = vector.step(i, book.actions(i))
                     if results is None:
@@ -282,3 +291,7 @@ class MultiAgentEnvRunner(RunnerBase):
         self._must_reset = False
         self._stats = EpisodeStats.merged([self._stats, stats])
         return batch
+
+
+def _here(make: Callable[[], Any]) -> Any:
+    return make()
