@@ -88,7 +88,7 @@ def ppo(settings: str, seed: int) -> dict[str, Any]:
         config.env_runners(num_envs_per_env_runner=8).training(**ZOO)
     elif settings == "rllib":
         config.env_runners(num_env_runners=2, num_envs_per_env_runner=8).training(**RLLIB)
-        config.rl_module(model_config={"fcnet_hiddens": (256, 256)})
+        config.rl_module(model_config={"fcnet_hiddens": (256, 256), "initializer": "torch"})
     elif settings == "cleanrl":
         config.env_runners(num_envs_per_env_runner=4).training(**CLEANRL)
     else:

@@ -201,20 +201,25 @@ class MultiAgentEnvRunner(RunnerBase):
         """Close the environments."""
         self._vector.close()
 
-    def get_state(self) -> dict[str, Any]:
+    def get_state(self, *, most_bytes: int | None = None) -> dict[str, Any]:
         """The environments as they are, the generators of actions, and the episodes that go on.
 
         Environments that cannot be pickled are left out, with a warning: a restored runner begins new episodes.
+
+        Args:
+            most_bytes: of the environments, which then raise their error instead of the warning; None: no limit.
         """
-        import cloudpickle
+        from rlmesh.envs.environments.pickling import pickled_environments
 
         rngs = {name: policy.rng.bit_generator.state for name, policy in self.policy_map.items()}
         state = {"rngs": rngs, "counters": self._book.counters(), "starts": list(self._vector.starts)}
         if self._must_reset:
             return state
         try:
-            state["envs"] = cloudpickle.dumps(self._vector.envs)
+            state["envs"] = pickled_environments(self._vector.envs, most_bytes)
         except Exception as error:
+            if most_bytes is not None:
+                raise
             logger.warning("the environments cannot be pickled, so a restored run begins new episodes: %s", error)
             return state
         return {**state, "book": self._book.get_state()}
@@ -223,6 +228,7 @@ class MultiAgentEnvRunner(RunnerBase):
         """Take over a state of `get_state`."""
         import cloudpickle
 
+        envs = cloudpickle.loads(state["envs"]) if "envs" in state else []  # before anything changes
         for name, rng in state["rngs"].items():
             self.get_policy(name).rng.bit_generator.state = rng
         self._book.set_counters(state["counters"])
@@ -233,7 +239,7 @@ class MultiAgentEnvRunner(RunnerBase):
             self._vector.begin_again([start + 1 for start in state["starts"]])
             return
         self._vector.close()
-        self._vector.put(cloudpickle.loads(state["envs"]), state["starts"])
+        self._vector.put(envs, state["starts"])
         self._book.set_state(state["book"])
 
     def _begin_all(self) -> None:
