@@ -7,6 +7,7 @@ import pickle
 import signal
 from typing import Any
 
+import cloudpickle
 import gymnasium as gym
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ from gymnasium.utils import EzPickle
 
 from rlmesh.envs import EnvRunner, EnvRunnerGroup, ModulePolicy, PPOConfig, SampleBatch
 from rlmesh.envs.connectors import FrameStack, ObservationNormalizer
-from rlmesh.envs.environments.pickling import pickled_environments
+from rlmesh.envs.environments.pickling import EnvironmentPickler
 from rlmesh.envs.runners import kept_episodes
 from rlmesh.envs.runners.async_sampler import AsyncSampler
 from rlmesh.envs.runners.kept_episodes import EpisodeKeeper, go_on
@@ -141,7 +142,7 @@ def test_environments_that_come_back_without_their_episode_are_left_out(caplog: 
 
 def test_what_is_large_or_slow_to_pickle_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(pickle.PicklingError, match="more than 1,000 bytes"):
-        pickled_environments([np.zeros(1000)], 1000)
+        EnvironmentPickler(1000)([np.zeros(1000)])
     runner = runner_of(Count)
     runner.sample(8)
     keeper = EpisodeKeeper(runner)
@@ -150,9 +151,25 @@ def test_what_is_large_or_slow_to_pickle_is_not_kept(monkeypatch: pytest.MonkeyP
     assert keeper.after(1e-6) is None  # for now
     assert keeper.after(10.0) is not None
     monkeypatch.setattr(kept_episodes, "MOST_BYTES", 100)
+    keeper = EpisodeKeeper(runner)
     assert keeper.after(10.0) is None
-    monkeypatch.undo()
-    assert keeper.after(10.0) is None  # and never again
+    keeper.stop()
+    assert keeper.after(10.0) is None
+
+
+@pytest.mark.parametrize("local", [False, True])
+def test_the_second_pickle_of_the_same_classes_has_the_same_content(local: bool) -> None:
+    class Local(Count):
+        """Only cloudpickle pickles it."""
+
+    pickler = EnvironmentPickler()
+    env: Any = gym.wrappers.TimeLimit((Local if local else Count)((9,), (False,)), 20)
+    env.reset(seed=1)
+    for at in (1, 2, 3):
+        env.step(0)
+        again = cloudpickle.loads(pickler([env]))[0]
+        assert again.unwrapped.at == at
+        assert again.step(1)[1] == at + 1
 
 
 def test_a_state_that_cannot_be_read_begins_new_episodes(caplog: pytest.LogCaptureFixture) -> None:

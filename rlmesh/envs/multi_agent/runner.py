@@ -201,24 +201,24 @@ class MultiAgentEnvRunner(RunnerBase):
         """Close the environments."""
         self._vector.close()
 
-    def get_state(self, *, most_bytes: int | None = None) -> dict[str, Any]:
+    def get_state(self, *, pickle_with: Callable[[Any], bytes] | None = None) -> dict[str, Any]:
         """The environments as they are, the generators of actions, and the episodes that go on.
 
         Environments that cannot be pickled are left out, with a warning: a restored runner begins new episodes.
 
         Args:
-            most_bytes: of the environments, which then raise their error instead of the warning; None: no limit.
+            pickle_with: pickles the list of environments; its error is raised. None: cloudpickle, with the warning.
         """
-        from rlmesh.envs.environments.pickling import pickled_environments
+        from rlmesh.envs.environments.pickling import EnvironmentPickler
 
         rngs = {name: policy.rng.bit_generator.state for name, policy in self.policy_map.items()}
         state = {"rngs": rngs, "counters": self._book.counters(), "starts": list(self._vector.starts)}
         if self._must_reset:
             return state
         try:
-            state["envs"] = pickled_environments(self._vector.envs, most_bytes)
+            state["envs"] = (pickle_with or EnvironmentPickler())(self._vector.envs)
         except Exception as error:
-            if most_bytes is not None:
+            if pickle_with is not None:
                 raise
             logger.warning("the environments cannot be pickled, so a restored run begins new episodes: %s", error)
             return state

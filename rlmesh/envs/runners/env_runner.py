@@ -185,15 +185,15 @@ class EnvRunner(RunnerBase):
         """``fn(env)`` of each environment; of a vector environment of Gymnasium, of it as a whole."""
         return [fn(env) for env in getattr(self._vector, "envs", [getattr(self._vector, "env", None)])]
 
-    def get_state(self, *, most_bytes: int | None = None) -> dict[str, Any]:
+    def get_state(self, *, pickle_with: Callable[[Any], bytes] | None = None) -> dict[str, Any]:
         """The environments as they are, the generator of actions, and the episodes that go on.
 
         Environments that cannot be pickled are left out, with a warning: a restored runner begins new episodes.
 
         Args:
-            most_bytes: of the environments, which then raise their error instead of the warning; None: no limit.
+            pickle_with: pickles the list of environments; its error is raised. None: cloudpickle, with the warning.
         """
-        from rlmesh.envs.environments.pickling import pickled_environments
+        from rlmesh.envs.environments.pickling import EnvironmentPickler
 
         state: dict[str, Any] = {"rng": self.policy.rng.bit_generator.state, "next_episode": self._next_episode}
         if self.connectors:
@@ -202,9 +202,9 @@ class EnvRunner(RunnerBase):
         if self._must_reset or not isinstance(self._vector, LocalVector):
             return state
         try:
-            state["envs"] = pickled_environments(self._vector.envs, most_bytes)
+            state["envs"] = (pickle_with or EnvironmentPickler())(self._vector.envs)
         except Exception as error:
-            if most_bytes is not None:
+            if pickle_with is not None:
                 raise
             logger.warning("the environments cannot be pickled, so a restored run begins new episodes: %s", error)
             return state

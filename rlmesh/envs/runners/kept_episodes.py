@@ -25,7 +25,10 @@ class EpisodeKeeper:
     """
 
     def __init__(self, runner: Any) -> None:
+        from rlmesh.envs.environments.pickling import EnvironmentPickler
+
         self._runner, self._gave_up = runner, False
+        self._pickler = EnvironmentPickler(MOST_BYTES)
         self._sampled_s = self._pickled_s = 0.0
 
     def stop(self) -> None:
@@ -43,7 +46,7 @@ class EpisodeKeeper:
             return None
         began = time.perf_counter()
         try:
-            state = self._runner.get_state(most_bytes=MOST_BYTES)
+            state = self._runner.get_state(pickle_with=self._pickler)
         except Exception as error:
             logger.info("episodes under way are lost if this runner dies: %s", error)
             self._gave_up = True
