@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from rlmesh.envs.batches import columns
-from rlmesh.envs.modules.encoders import ACTIVATIONS, Features, ImageEncoder, is_image, mlp
+from rlmesh.envs.modules.encoders import ACTIVATIONS, Features, ImageEncoder, initialize, is_image, mlp
 from rlmesh.envs.modules.exploration import NoisyActions, SquashedGaussianActions
 from rlmesh.envs.modules.recurrent import ATTENTION_DEFAULTS, LSTM_DEFAULTS, RememberedFeatures, SequenceSteps
 from rlmesh.envs.modules.rl_module import MODEL_DEFAULTS, RLModule
@@ -91,6 +91,7 @@ class ActorAndCritics(RLModule):
         body = mlp([width, *hidden, outputs], config["fcnet_activation"], last_gain=0.01)
         self.actor = nn.Sequential(features, *body)
         self.critic = TwinCritic(self.observation_space, math.prod(self.action_space.shape), config)
+        initialize(self, config["initializer"])
         self.register_buffer("uniform", torch.tensor(1.0))
 
     def get_initial_state(self) -> dict[str, torch.Tensor]:

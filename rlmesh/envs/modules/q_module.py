@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from rlmesh.envs.batches import columns
-from rlmesh.envs.modules.encoders import encoder_of, mlp
+from rlmesh.envs.modules.encoders import encoder_of, initialize, mlp
 from rlmesh.envs.modules.exploration import EpsilonGreedyActions
 from rlmesh.envs.modules.recurrent import ATTENTION_DEFAULTS, LSTM_DEFAULTS, State, memory_of
 from rlmesh.envs.modules.rl_module import MODEL_DEFAULTS, RLModule
@@ -42,6 +42,7 @@ class QModule(RLModule):
         width = width if self.memory is None else self.memory.size
         self.dueling = bool(self.model_config["dueling"])
         self.head = mlp([width, self.n + self.dueling], "relu", last_gain=0.01)
+        initialize(self, self.model_config["initializer"])
         self.register_buffer("epsilon", torch.tensor(1.0))
         self.distribution = EpsilonGreedyActions(self, self.n, int(space.start))
 

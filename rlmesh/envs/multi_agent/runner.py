@@ -217,12 +217,15 @@ class MultiAgentEnvRunner(RunnerBase):
         """Close the environments."""
         self._vector.close()
 
-    def get_state(self) -> dict[str, Any]:
+    def get_state(self, *, pickle_with: Callable[[Any], bytes] | None = None) -> dict[str, Any]:
         """The environments as they are, the generators of actions, and the episodes that go on.
 
         Environments that cannot be pickled are left out, with a warning: a restored runner begins new episodes.
+
+        Args:
+            pickle_with: pickles the list of environments; its error is raised. None: cloudpickle, with the warning.
         """
-        import cloudpickle
+        from rlmesh.envs.environments.pickling import EnvironmentPickler
 
         rngs = {name: policy.rng.bit_generator.state for name, policy in self.policy_map.items()}
         state = {"rngs": rngs, "counters": self._book.counters(), "starts": list(self._vector.starts)}
@@ -231,8 +234,10 @@ class MultiAgentEnvRunner(RunnerBase):
         if self._must_reset:
             return state
         try:
-            state["envs"] = cloudpickle.dumps(self._vector.envs)
+            state["envs"] = (pickle_with or EnvironmentPickler())(self._vector.envs)
         except Exception as error:
+            if pickle_with is not None:
+                raise
             logger.warning("the environments cannot be pickled, so a restored run begins new episodes: %s", error)
             return state
         return {**state, "book": self._book.get_state()}
@@ -241,6 +246,7 @@ class MultiAgentEnvRunner(RunnerBase):
         """Take over a state of `get_state`."""
         import cloudpickle
 
+        envs = cloudpickle.loads(state["envs"]) if "envs" in state else []  # before anything changes
         for name, rng in state["rngs"].items():
             self.get_policy(name).rng.bit_generator.state = rng
         self._book.set_counters(state["counters"])
@@ -253,7 +259,7 @@ class MultiAgentEnvRunner(RunnerBase):
             self._vector.begin_again([start + 1 for start in state["starts"]])
             return
         self._vector.close()
-        self._vector.put(cloudpickle.loads(state["envs"]), state["starts"])
+        self._vector.put(envs, state["starts"])
         self._book.set_state(state["book"])
 
     def _begin_all(self) -> None:
