@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -144,7 +144,7 @@ class ImageEncoder(nn.Module):
         return features.reshape(*lead, self.size)
 
 
-def encoder_of(space: Any, config: dict[str, Any]) -> tuple[nn.Module, int]:
+def encoder_of(space: Any, config: Mapping[str, Any]) -> tuple[nn.Module, int]:
     """The encoder of an observation space, and the number of its features."""
     if is_image(space):
         encoder = ImageEncoder(space, config["conv_filters"], config["conv_features"])

@@ -11,7 +11,7 @@ from torch import nn
 from rlmesh.envs.batches import columns
 from rlmesh.envs.modules.encoders import encoder_of, initialize, mlp
 from rlmesh.envs.modules.exploration import EpsilonGreedyActions
-from rlmesh.envs.modules.recurrent import LSTM_DEFAULTS, State, memory_of
+from rlmesh.envs.modules.recurrent import ATTENTION_DEFAULTS, LSTM_DEFAULTS, State, memory_of
 from rlmesh.envs.modules.rl_module import MODEL_DEFAULTS, RLModule
 from rlmesh.errors import UsageError
 
@@ -21,12 +21,13 @@ __all__ = ["QModule"]
 class QModule(RLModule):
     """Values Q(s, a) of discrete actions, and epsilon-greedy exploration with ``epsilon`` as a buffer.
 
-    With ``dueling``, Q(s, a) = V(s) + A(s, a) − mean A(s, ·) (Wang et al. 2016, equation 9). With ``use_lstm``, a
-    memory follows the encoder.
+    With ``dueling``, Q(s, a) = V(s) + A(s, a) − mean A(s, ·) (Wang et al. 2016, equation 9). With ``use_lstm`` or
+    ``use_attention``, a memory follows the encoder.
     """
 
     known_settings: Mapping[str, Any] = {
-        **MODEL_DEFAULTS, **LSTM_DEFAULTS, "fcnet_hiddens": (128, 128), "fcnet_activation": "relu", "dueling": True,
+        **MODEL_DEFAULTS, **LSTM_DEFAULTS, **ATTENTION_DEFAULTS, "fcnet_hiddens": (128, 128),
+        "fcnet_activation": "relu", "dueling": True,
     }  # fmt: skip
 
     def setup(self) -> None:

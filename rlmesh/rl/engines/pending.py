@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from concurrent.futures import Future
 from dataclasses import dataclass
 
@@ -38,8 +37,6 @@ class PendingSample:
 
     growing: Growing
     future: Future[Sample]
-    ends_at: float = math.inf
-    """The time at which its time limit ends it; infinite before it has begun, and without a limit."""
 
     def finish(self) -> None:
         if self.future.set_running_or_notify_cancel():

@@ -54,7 +54,11 @@ class Engines(Protocol):
     """The engines, as a sampler sees them. Agents that sample through engines can take their place."""
 
     def ranks(self) -> Sequence[int]:
-        """The ranks of all engines, whether or not they live."""
+        """The ranks of the engines that got the weights pushed last, as far as is known."""
+        ...
+
+    def returned(self) -> bool:
+        """True if engines are back that lack these weights, and can get them."""
         ...
 
     def ask(self, rank: int, requests: Sequence[GroupRequest]) -> Future[Any]:

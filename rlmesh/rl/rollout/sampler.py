@@ -6,15 +6,15 @@ rules are those of the buffer (`rlmesh.rl.rollout.buffer`); here is what concern
 * In a pipeline that drains, groups are asked for in *rounds*: each engine gets an equal part of what may be asked for,
   in one request, and the next round begins when all parts are there and scored. So responses do not depend on times. In
   the asynchronous pipeline each group is a request of its own, and goes to the engine that has fewest.
-* A group whose engine dies is asked for again, of an engine that lives. An engine that died or has no weights is asked
-  again after the next push.
+* A group whose engine dies is asked for again, of an engine that lives. The other is asked again once it has weights:
+  by the first push after its return, or at once if the training loop waits for samples.
 * The groups that an engine was sampling when it crashed are *suspects*: each is asked for alone, with nothing else on
   the engine. If an engine crashes again, that group is to blame: it fails, and the run goes on; the other suspects of
   the same crash are suspects no longer. So two deaths are enough, and no bystander is blamed. A death from outside,
   such as by SIGKILL or with a node, says less: groups become suspects at the second one, and are to blame at the third.
   A scorer has a process to itself, so the second death of a group's scorer is enough.
-* The training loop waits for groups as long as rewards answer at times, or engines sample. If neither happens for
-  ``deadline_s``, the wait ends with an error that says who is waited for.
+* The training loop waits for groups as long as rewards answer, or engines sample; after ``deadline_s`` without either,
+  the wait ends with an error that says who is waited for.
 """
 
 from __future__ import annotations
@@ -82,13 +82,12 @@ class Sampler:
         score: groups → the same groups with the outcomes of their rewards. With ``background`` it is called on several
             threads.
         judge: a scored group → what becomes of it.
-        pipeline: of the run.
+        pipeline, seed: of the run.
         samples: responses per prompt.
-        seed: of the run.
         in_flight: groups that one engine samples at a time, in a pipeline that does not drain.
         background, deadline_s: sample while the loop trains; see the module.
         note: called with a sentence about each group that is set aside, and about a wait that is long.
-        revive: gives weights to engines that have none; called on the loop's thread when no other engine is left.
+        revive: gives weights to engines that have none; called on the loop's thread while it waits for samples.
         clock: seconds.
     """
 
@@ -168,7 +167,7 @@ class Sampler:
             return generation == self._generation
 
     def advance(self, version: int) -> None:
-        """Sample on: all engines serve a version."""
+        """Sample on: the engines serve a version."""
         with self._changed:
             self._loads.serve(self._engines.ranks())
             self.buffer.advance(version)
@@ -296,11 +295,12 @@ class Sampler:
                     told = True
                     self._note(self._waits_for(what, TELL_S))
                 left_s = min(LOOK_S, (self._deadline_s if told else min(TELL_S, self._deadline_s)) - silent_s)
-                lifeless = revives and not self._loads.any_up and bool(self.buffer.askable())
-                if self._background and not lifeless:
+                lifeless = not self._loads.any_up and bool(self.buffer.askable())
+                lacking = revives and (lifeless or self._engines.returned())
+                if self._background and not lacking:
                     self._changed.wait(left_s)
                     continue
-            if lifeless:
+            if lacking:
                 self._revive()
                 self._silence.revived()
                 with self._changed:

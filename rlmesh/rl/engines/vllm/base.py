@@ -17,6 +17,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import CancelledError, Future
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -155,6 +156,8 @@ class VllmBase(ABC):
         self._pause_s = pause_timeout_s
         self._sink: Sink
         self._thread: threading.Thread
+        self._children: list[BaseProcess] = []
+        """The processes that vLLM has started for this engine."""
         self._paused: PauseMode | None = None
         self._asleep: SleepLevel | None = None
         self._tokens = 0
@@ -214,8 +217,6 @@ class VllmBase(ABC):
         self, prompts: Sequence[list[int]], params: SamplingParams, timeout_s: float, on_tokens: OnTokens | None = None
     ) -> RequestBatch:
         """Give requests to vLLM."""
-        if params.time_limit_s is not None:
-            raise UsageError(f"{self.gate.who}: time_limit_s is for TransformersEngine; limit max_tokens instead")
         if params.truncates and not self._carries_mass:
             raise UsageError(
                 f"{self.gate.who}: this version of vLLM does not tell how much probability top_p, top_k and min_p "
