@@ -156,7 +156,8 @@ def test_weights_begin_orthogonal_or_as_those_of_torch(kind: Any) -> None:
 def test_the_initializer_keeps_the_deviations_of_actions() -> None:
     for space in (ACTIONS["box"], gym.spaces.Dict({"a": ACTIONS["box"], "b": ACTIONS["discrete"]})):
         module = ActorCriticModule(BOX, space, {"log_std_init": -1.5, "initializer": "torch"})
-        bias = module.policy_head[-1].bias if space is not ACTIONS["box"] else module.policy_head[-1].log_std
+        last: Any = module.policy_head[-1]
+        bias = last.log_std if space is ACTIONS["box"] else last.bias
         assert (bias == -1.5).sum() == 2
     with pytest.raises(UsageError, match=r"no initializer 'orthogonall'.*orthogonal"):
         ActorCriticModule(BOX, ACTIONS["box"], {"initializer": "orthogonall"})
