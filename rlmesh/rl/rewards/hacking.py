@@ -256,7 +256,9 @@ def _deviations(scored: Sequence[_Scored], trait: str) -> tuple[float, float, fl
 
     def deviations(of: str) -> np.ndarray[Any, Any]:
         values = np.array([getattr(one, of) for one in scored], np.float64)
-        return values - (np.bincount(groups, values) / sizes)[groups]
+        means: np.ndarray[Any, Any] = np.bincount(groups, values) / sizes
+        deviating: np.ndarray[Any, Any] = values - means[groups]
+        return deviating
 
     x, y = deviations(trait), deviations("reward")
     return float(x @ y), float(x @ x), float(y @ y)
