@@ -24,6 +24,8 @@ __all__ = ["Abstain", "Episode", "Failed", "Group", "Outcome", "Score", "Source"
 Source = Literal["policy", "environment"]
 """The source of a turn's tokens."""
 
+INT32 = np.dtype(np.int32)
+
 Ids = NDArray[np.int32]
 Numbers = NDArray[np.float32]
 
@@ -100,7 +102,7 @@ class Turn:
     def __post_init__(self) -> None:
         if self.source not in ("policy", "environment"):
             raise ValueError(f"the source of a turn is 'policy' or 'environment', got {self.source!r}")
-        if self.ids.ndim != 1 or self.ids.dtype != np.int32:
+        if self.ids.ndim != 1 or self.ids.dtype != INT32:
             raise ValueError(f"ids are one row of int32, got {self.ids.dtype} of shape {self.ids.shape}")
         if self.source == "environment":
             if self.log_probs is not None or self.kept_log_mass is not None or self.version_spans:
@@ -189,6 +191,12 @@ class Episode:
     def mask(self) -> NDArray[np.bool_]:
         """``[tokens]``, True at the tokens that the policy sampled."""
         return np.concatenate([np.full(len(turn), turn.source == "policy") for turn in self.turns])
+
+    @property
+    def sampled_ids(self) -> Ids:
+        """The tokens that the policy sampled."""
+        sampled = [turn.ids for turn in self.turns if turn.source == "policy"]
+        return sampled[0] if len(sampled) == 1 else np.concatenate([np.zeros(0, np.int32), *sampled])
 
     def per_token(self, name: Literal["log_probs", "kept_log_mass"]) -> Numbers:
         """``[tokens]``: the turns' numbers, 0 at the environment's tokens and where a turn has none."""

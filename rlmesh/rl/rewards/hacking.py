@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
-from numpy.lib.stride_tricks import sliding_window_view
 
 from rlmesh import current_worker, private_files
 from rlmesh.errors import UsageError
@@ -51,11 +50,11 @@ def alarm_file(run_dir: Path, kind: AlarmKind) -> Path:
 def repetition(ids: Sequence[int] | np.ndarray[Any, Any]) -> float:
     """The share of a response's sequences of four tokens that occurred in it before, in [0, 1); 0 for responses of
     fewer than 16 tokens."""
-    tokens = np.asarray(ids, np.int64)
-    if len(tokens) < SHORTEST:
+    if len(ids) < SHORTEST:
         return 0.0
-    grams = sliding_window_view(tokens, GRAM)
-    return 1 - len(np.unique(grams, axis=0)) / len(grams)
+    tokens = np.asarray(ids).tolist()
+    grams = len(tokens) - GRAM + 1
+    return 1 - len(set(zip(*(tokens[place : place + grams] for place in range(GRAM)), strict=True))) / grams
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +151,7 @@ class RewardAlarm:
                     continue
                 found = {name: one for name, one in episode.outcomes.items() if isinstance(one, Score)}
                 parts = {name: weights[name] * float(one.value) for name, one in found.items() if weights[name]}
-                ids = episode.ids[episode.mask]
+                ids = episode.sampled_ids
                 yield _Scored(group.key, number, episode, float(total.value), len(ids), repetition(ids), parts)
 
     def _judge(self) -> tuple[dict[str, float], list[_Suspicion]]:
@@ -249,19 +248,20 @@ def _summary(step: int, scored: Sequence[_Scored]) -> dict[str, Any]:
 def _deviations(scored: Sequence[_Scored], trait: str) -> tuple[float, float, float]:
     """The products of the deviations of a trait and of the reward from the mean of their group: mixed, of the trait, of
     the reward. If each prompt has one response, the batch is the group."""
-    by_group: dict[tuple[int, ...], list[_Scored]] = {}
-    for one in scored:
-        by_group.setdefault(one.key, []).append(one)
-    groups = list(by_group.values())
-    if all(len(group) == 1 for group in groups):
-        groups = [list(scored)]
-    mixed = traits = rewards = 0.0
-    for group in groups:
-        x = np.asarray([getattr(one, trait) for one in group], np.float64)
-        y = np.asarray([one.reward for one in group], np.float64)
-        x, y = x - x.mean(), y - y.mean()
-        mixed, traits, rewards = mixed + float(x @ y), traits + float(x @ x), rewards + float(y @ y)
-    return mixed, traits, rewards
+    numbers: dict[tuple[int, ...], int] = {}
+    groups = np.array([numbers.setdefault(one.key, len(numbers)) for one in scored])
+    if len(numbers) == len(scored):
+        groups = np.zeros_like(groups)
+    sizes = np.bincount(groups)
+
+    def deviations(of: str) -> np.ndarray[Any, Any]:
+        values = np.array([getattr(one, of) for one in scored], np.float64)
+        means: np.ndarray[Any, Any] = np.bincount(groups, values) / sizes
+        deviating: np.ndarray[Any, Any] = values - means[groups]
+        return deviating
+
+    x, y = deviations(trait), deviations("reward")
+    return float(x @ y), float(x @ x), float(y @ y)
 
 
 def _correlation(sums: Sequence[float]) -> float:

@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
+from functools import cached_property
 from typing import Any
 
 from rlmesh.errors import UsageError
@@ -113,6 +114,10 @@ class Reward:
         Raises:
             UsageError: an input does not exist, or single values and lists are mixed.
         """
+        return self._wanted
+
+    @cached_property  # to read a signature takes longer than many a reward
+    def _wanted(self) -> tuple[str, ...]:
         parameters = inspect.signature(self.function).parameters.values()
         known = {**_SINGLE, **_BATCHED}
         wanted = [p.name for p in parameters if p.name in known and p.name not in self.options]

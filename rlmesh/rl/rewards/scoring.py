@@ -86,15 +86,24 @@ class Rewards:
 
     def response(self, episode: Episode) -> Response:
         """The `Response` of an episode."""
-        chosen = episode.ids[episode.mask].tolist()
-        text = self.tokenizer.decode(chosen, skip_special_tokens=True)
-        prompt = self.tokenizer.decode(episode.prompt_ids.tolist(), skip_special_tokens=False)
-        return Response(chosen, text, prompt, episode)
+        return self.responses([episode])[0]
+
+    def responses(self, episodes: Sequence[Episode]) -> list[Response]:
+        """The `Response` of each episode. A prompt that several have is decoded once."""
+        prompts: dict[bytes, str] = {}
+
+        def of(episode: Episode) -> Response:
+            chosen, key = episode.sampled_ids.tolist(), episode.prompt_ids.tobytes()
+            if key not in prompts:
+                prompts[key] = self.tokenizer.decode(episode.prompt_ids.tolist(), skip_special_tokens=False)
+            return Response(chosen, self.tokenizer.decode(chosen, skip_special_tokens=True), prompts[key], episode)
+
+        return [of(episode) for episode in episodes]
 
     def score(self, groups: Sequence[Group]) -> list[Group]:
         """The same groups, with the outcome of each reward in their episodes."""
         every = [(episode, group.row) for group in groups for episode in group.episodes]
-        responses = [self.response(episode) for episode, _ in every if not episode.failure]
+        responses = self.responses([episode for episode, _ in every if not episode.failure])
         rows = [row for episode, row in every if not episode.failure]
         outcomes = self.outcomes(responses, rows)
         self._show(responses, rows, outcomes, self.examine)
@@ -109,7 +118,7 @@ class Rewards:
     def show(self, groups: Sequence[Group], count: int) -> None:
         """Print responses of scored groups, spread over them."""
         episodes = [(episode, group.row) for group in groups for episode in group.episodes] if count else []
-        responses = [self.response(episode) for episode, _ in episodes]
+        responses = self.responses([episode for episode, _ in episodes])
         self._show(responses, [row for _, row in episodes], [episode.outcomes for episode, _ in episodes], count)
 
     @staticmethod

@@ -6,8 +6,10 @@ import asyncio
 import dataclasses
 import logging
 import os
+import threading
 from collections.abc import Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from rlmesh import ReceivesWeights, current_worker, rpc
@@ -82,7 +84,8 @@ class RolloutRole(PlaysEpisodes, TakesTurns, ReceivesWeights):
         the engine must have its devices to itself."""
         futures = await asyncio.to_thread(submit_groups, self.engine, requests, params)
         try:
-            samples = iter(await asyncio.gather(*map(asyncio.wrap_future, futures)))
+            await first_error_or_all(futures)
+            samples = iter([future.result(0) for future in futures])
         finally:
             for future in futures:
                 future.cancel()
@@ -100,6 +103,34 @@ def end_process(why: str) -> None:
     logger.critical("%s", why)
     logging.shutdown()
     os._exit(LOST_CODE)
+
+
+async def first_error_or_all(futures: Sequence[Future[Sample]]) -> None:
+    """Wait until all futures have results, or one has an error, with one wake-up of the loop for all of them."""
+    loop = asyncio.get_running_loop()
+    over: asyncio.Future[None] = loop.create_future()
+    left, lock = len(futures), threading.Lock()
+
+    def end() -> None:
+        if not over.done():
+            over.set_result(None)
+
+    def count(future: Future[Sample]) -> None:
+        nonlocal left
+        with lock:
+            left -= 1
+            ends = left == 0
+        if ends or future.cancelled() or future.exception() is not None:
+            with suppress(RuntimeError):  # the loop has ended, and nobody waits
+                loop.call_soon_threadsafe(end)
+
+    for future in futures:
+        future.add_done_callback(count)
+    if futures:
+        await over
+    for future in futures:
+        if future.done():
+            future.result(0)
 
 
 def submit_groups(

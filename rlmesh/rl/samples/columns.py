@@ -76,20 +76,22 @@ def _place(batch: SampledStep, group: Group, number: int, prompt: str) -> dict[s
 
 
 def _sampled(episode: Episode, decode: Decode) -> dict[str, Any]:
-    ids, start = episode.ids, len(episode.prompt_ids)
+    turns = episode.turns[1:]
+    ids = [token for turn in turns for token in turn.ids.tolist()]
     spans = [list(span) for turn in episode.turns for span in turn.version_spans]
     versions = [version for version, *_ in spans]
+    log_probs = [turn.whole_log_probs.tolist() if turn.source == "policy" else [0.0] * len(turn) for turn in turns]
     return {
-        "response": decode(ids[start:].tolist()),
+        "response": decode(ids),
         "finish_reason": episode.finish_reason,
         "tokens": episode.response_tokens,
         "first_version": min(versions, default=None),
         "last_version": max(versions, default=None),
         "versions": json.dumps(spans),
         "prompt_ids": episode.prompt_ids.tolist(),
-        "response_ids": ids[start:].tolist(),
-        "response_mask": episode.mask[start:].tolist(),
-        "log_probs": episode.sampled_log_probs[start:].tolist(),
+        "response_ids": ids,
+        "response_mask": [turn.source == "policy" for turn in turns for _ in range(len(turn))],
+        "log_probs": [one for row in log_probs for one in row],
     }
 
 

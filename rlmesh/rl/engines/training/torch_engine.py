@@ -94,6 +94,12 @@ class TorchEngine(ModuleEngine):
                 state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
                 state.update({moment: torch.zeros_like(parameter) for moment in ("exp_avg", "exp_avg_sq")})
         weights, optimizer = get_state_dict(self.plain, self.optimizer, options=self._state_options)
+        if (
+            self.options.lora is not None
+        ):  # torch leaves frozen parameters out, but not their further names: a tied head
+            every = self.plain.named_parameters(remove_duplicate=False)
+            frozen = {name for name, parameter in every if not parameter.requires_grad}
+            weights = {name: tensor for name, tensor in weights.items() if name not in frozen}
         return {"model": weights, "optimizer": optimizer["state"], **self._base_state()}
 
     @property
