@@ -47,7 +47,7 @@ class TrialSession:
         """Make the algorithm.
 
         Args:
-            given: its class and settings, or both pickled.
+            given: class and settings of the algorithm, as a tuple or pickled.
             restore: go on from this checkpoint.
             threads: threads of torch; 0 leaves the number as it is.
         """
@@ -91,7 +91,7 @@ class LocalSlot:
 
     Args:
         answers: gets an `Answer` for each step.
-        raises: let errors pass.
+        raises: raise errors of the steps instead of queueing them.
     """
 
     def __init__(self, answers: queue.SimpleQueue[Answer], *, raises: bool = False) -> None:
@@ -117,7 +117,7 @@ class RemoteSlot:
 
     def submit(self, method: str, *args: Any) -> None:
         """Call the step; its answer is queued when it arrives."""
-        repeatable = method in ("begin", "end")  # a member that restarts meanwhile gets these again
+        repeatable = method in ("begin", "end")  # repeated at a member that restarts meanwhile
         member = self._member.options(timeout_s=TRAIN_TIMEOUT_S, idempotent=repeatable)
         member.call(method, *args).add_done_callback(self._ended)
 

@@ -151,11 +151,11 @@ class TrialLoop:
             self._result(slot, run, ResultDict(answer.value))
         elif run.step == "save":
             trial.checkpoint = answer.value
-            if run.end is None:  # otherwise the end is written with it
+            if run.end is None:  # otherwise the state is written when the trial ends
                 self._save_state()
             self._go_on(slot, run)
         else:
-            if self._is_over(trial):  # a run before was killed after the last iteration
+            if self._is_over(trial):  # an earlier run was killed after the trial's last iteration
                 run.end = trials.TERMINATED
             self._go_on(slot, run)
 
@@ -228,7 +228,7 @@ class TrialLoop:
         self._submit(slot, run, "end")
 
     def _interrupt(self) -> None:
-        """Mark the trials that run as stopped, and write their checkpoints if that was asked for."""
+        """Mark the running trials as stopped, and write their checkpoints if these were asked for."""
         self.found.interrupted = True
         saving: dict[TrialSlot, _RunningTrial] = {}
         arrived: dict[TrialSlot, Answer] = {}
@@ -247,7 +247,7 @@ class TrialLoop:
                     self._ended(run.trial, run.end)
                 continue
             saving[slot] = run
-            # In another process, an iteration goes on, and its result comes first.
+            # A trial in another process is within an iteration, whose result comes first.
             if known is not None or not (self.threads and run.step == "train"):
                 self._save_stopped(slot, saving)
         until = clock.now() + SAVE_S

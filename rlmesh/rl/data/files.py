@@ -21,7 +21,7 @@ def expand(files: str | Path | Sequence[str | Path]) -> list[Path]:
     """Expand folders to their data files, in the order of their names; files stay as they are.
 
     Raises:
-        UsageError: a file does not exist, a folder has none that can be read, or a suffix is unknown.
+        UsageError: a file does not exist, a folder has no data file, or a suffix is unknown.
     """
     found: list[Path] = []
     for given in [files] if isinstance(files, (str, Path)) else files:

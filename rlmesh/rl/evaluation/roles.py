@@ -17,7 +17,7 @@ __all__ = ["EvaluatedActor", "Evaluator"]
 
 
 class EvaluatedActor(ActorRole):
-    """Holds the weights of a model, or of a checkpoint, and gives them to the engines."""
+    """Holds the weights of a model or a checkpoint, and pushes them to the engines; trains nothing."""
 
     def setup(self) -> None:
         super().setup()

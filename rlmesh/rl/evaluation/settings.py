@@ -10,11 +10,12 @@ __all__ = ["RewardAlarmSettings", "SampleSettings", "ValidationSettings"]
 
 @dataclass(frozen=True)
 class ValidationSettings:
-    """Settings of validation: how prompts are answered and counted.
+    """Settings of validation: how responses are sampled and counted.
 
     Attributes:
         samples: responses per prompt.
-        temperature: of sampling; null: 0 (greedy) for one response per prompt, else ``rollout.temperature``.
+        temperature: temperature of sampling; null: 0 (greedy) for one response per prompt, else
+            ``rollout.temperature``.
         right: the least reward of a response that counts as right, for pass@k.
         background: validate while the next step trains, if the engines share no device with others. False: the step
             waits for it.
@@ -44,7 +45,7 @@ class SampleSettings:
     """The samples that a run keeps as Parquet files, for ``rlmesh samples``.
 
     Attributes:
-        every: steps between those whose samples are kept; 0: none, also of validations.
+        every: the samples of every so many steps are kept, those of validations included; 0: no samples are kept.
         most_mib: the size of all files together. Above it, the samples of every second step are removed.
     """
 
@@ -61,19 +62,19 @@ class SampleSettings:
 
 @dataclass(frozen=True)
 class RewardAlarmSettings:
-    """When a run tells that the policy seems to exploit a reward (`rlmesh.rl.rewards.hacking.RewardAlarm`).
+    """Thresholds of the alarm that the policy seems to exploit a reward (`rlmesh.rl.rewards.hacking.RewardAlarm`).
 
-    The last steps are compared with the first ones. A limit of 0 turns its check off.
+    The last steps are compared with the first ones. A threshold of 0 turns its check off.
 
     Attributes:
-        baseline: the number of first steps; 0: no check at all.
-        window: the number of last steps.
-        length: the mean length of responses grows by this factor, or shrinks by it, …
-        correlation: … and within a group, reward and length (or brevity, or repetition) have at least this correlation,
-            in (0, 1].
-        repetition: this share of a response's sequences of four tokens repeats earlier ones, at least twice as much as
-            in the first steps, and reward and repetition are correlated.
-        components: one reward rises, and another falls, by this number of standard deviations of its scores.
+        baseline: number of first steps; 0: no check at all.
+        window: number of last steps.
+        length: alarm if the mean length of responses changes by this factor, and reward and length are correlated.
+        correlation: the least correlation of reward and trait within a group that counts for ``length`` and
+            ``repetition``, in (0, 1].
+        repetition: alarm if this share of a response's sequences of four tokens repeats earlier ones, at least twice as
+            much as in the first steps, and reward and repetition are correlated.
+        components: alarm if one reward rises, and another falls, by this number of standard deviations of its scores.
     """
 
     baseline: int = 5

@@ -43,7 +43,7 @@ class Response:
         token_ids: all tokens that the policy sampled.
         text: the text of these tokens, without special tokens.
         prompt: the text of the prompt.
-        episode: the whole episode, turn by turn.
+        episode: the whole episode, with all turns.
     """
 
     token_ids: Sequence[int]
@@ -68,12 +68,13 @@ class Reward:
 
     Attributes:
         function: scores one response, or a batch of them.
-        weight: in the sum of an episode's rewards.
-        name: in metrics; ``""``: that of the function.
-        sources: the name of a data set whose rows it scores, or names; it abstains on others. Empty: all rows.
-        inline: call it in this process, without a deadline. Otherwise functions run in a process pool, which kills
-            calls that hang. Async functions run in this process in any case.
-        timeout_s: of one call; of a batch, for functions that take lists.
+        weight: weight in the sum of an episode's rewards.
+        name: name in metrics; ``""``: the function's name.
+        sources: the name or names of data sets (``data_source``) whose rows it scores; it abstains on other rows.
+            Empty: it scores all rows.
+        inline: call the function in this process, without a deadline. Otherwise it runs in a process pool, which kills
+            calls that hang. Async functions always run in this process.
+        timeout_s: time limit of one call, for one response or for a batch.
         options: further keyword arguments of the function.
     """
 
@@ -108,7 +109,7 @@ class Reward:
         return any(name in _BATCHED for name in self.wanted())
 
     def wanted(self) -> tuple[str, ...]:
-        """The names of the function's inputs.
+        """The names of the inputs that the function takes.
 
         Raises:
             UsageError: an input does not exist, or single values and lists are mixed.

@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 
 class Decoder(Protocol):
-    """The required part of a tokenizer; tokenizers of transformers have it."""
+    """The part of a tokenizer that rewards need; tokenizers of transformers have it."""
 
     def decode(self, token_ids: Any, *, skip_special_tokens: bool = ...) -> str: ...
 
@@ -35,17 +35,17 @@ class Decoder(Protocol):
 class Rewards:
     """Scores the episodes of groups, all at once.
 
-    Functions run in a pool of processes, async functions together on one loop, inline functions here. Reward models
-    score in their role meanwhile.
+    Functions run in a pool of processes, async functions together on an event loop, inline functions on the calling
+    thread. Reward models score in their roles at the same time.
 
     Args:
         rewards: at least one; names must differ.
-        tokenizer: for the text of responses.
-        workers: processes of the pool.
-        memory_bytes: of each process (:class:`rlmesh.rl.rewards.process_pool.ScoringPool`).
+        tokenizer: decodes responses.
+        workers: number of processes of the pool.
+        memory_bytes: memory limit of each process (:class:`rlmesh.rl.rewards.process_pool.ScoringPool`).
         examine: print this many scored responses of each batch, spread over it.
-        group: a function from the name of a role to its members; finds the roles of reward models.
-        required: there must be a reward; without any, each episode abstains.
+        group: function from the name of a role to its members; finds the roles of reward models.
+        required: False allows no reward at all; each episode then abstains.
 
     Raises:
         UsageError: no reward, or two of one name.
@@ -92,7 +92,7 @@ class Rewards:
         return Response(chosen, text, prompt, episode)
 
     def score(self, groups: Sequence[Group]) -> list[Group]:
-        """The same groups, with the outcome of each reward in their episodes."""
+        """Score all episodes; returns the groups with the outcome of each reward."""
         every = [(episode, group.row) for group in groups for episode in group.episodes]
         responses = [self.response(episode) for episode, _ in every if not episode.failure]
         rows = [row for episode, row in every if not episode.failure]
@@ -121,7 +121,7 @@ class Rewards:
             print(_shown(responses[place], rows[place], outcomes[place]), flush=True)
 
     def outcomes(self, responses: Sequence[Response], rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Outcome]]:
-        """Per response, the outcome of each reward by its name."""
+        """For each response, the outcome of each reward by its name."""
         found: list[dict[str, Outcome]] = [{} for _ in responses]
         pending: list[tuple[str, list[int], Future[Any]]] = []
         models: list[tuple[str, list[int], Callable[[], list[Outcome]]]] = []
@@ -164,7 +164,7 @@ class Rewards:
         return combine(episode.outcomes, self._weights)
 
     def metrics(self, groups: Sequence[Group]) -> dict[str, float]:
-        """Numbers for the report: per reward, and over their sum."""
+        """The metrics of each reward, and of their sum."""
         episodes = Group.episodes_of(groups)
         totals = [self.total(episode) for episode in episodes]
         scores = [outcome.value for outcome in totals if isinstance(outcome, Score)]
@@ -222,7 +222,7 @@ class Rewards:
 
 
 def unscored(rewards: Sequence[Reward | RewardModel], data: Prompts) -> Iterator[str]:
-    """A fault if the data have a source whose rows no reward scores: responses to these would never be trained on."""
+    """A fault if no reward scores the rows of some data source: their responses would never be trained on."""
     rows = {str(prompt.row.get("data_source")): prompt.row for prompt in (data[place] for place in range(len(data)))}
     without = sorted(source for source, row in rows.items() if not any(reward.scores(row) for reward in rewards))
     if without:
