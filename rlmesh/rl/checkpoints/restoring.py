@@ -24,16 +24,16 @@ if TYPE_CHECKING:
 __all__ = ["PARTS", "Beginning", "beginning_of", "restore_faults"]
 
 PARTS = ("weights", "optimizer", "actor.weights", "actor.optimizer", "critic.weights", "critic.optimizer")
-"""``weights`` and ``optimizer`` mean those of every model in training that the checkpoint has too."""
+"""``weights`` and ``optimizer`` stand for all models in training that the checkpoint has."""
 
 
 @dataclass(frozen=True)
 class Beginning:
-    """The checkpoint with which a run begins.
+    """The checkpoint of another run with which a new run begins.
 
     Attributes:
-        checkpoint: of another run.
-        parts: some of `PARTS`.
+        checkpoint: the checkpoint.
+        parts: the members of `PARTS` that the run takes from it.
     """
 
     checkpoint: RunCheckpoint
@@ -44,10 +44,10 @@ class Beginning:
         return f"{role}.{what}" in self.parts or (what in self.parts and role in self.checkpoint.parts)
 
     def load(self, role: str, engine: TrainingEngine) -> None:
-        """Load a role's share into a new engine. Its step count stays 0, so the learning rate begins anew.
+        """Load a role's part into a new engine. Its step count stays 0, so the learning rate begins anew.
 
         Raises:
-            UsageError: the part is torn or was altered, or is that of another model.
+            UsageError: the part is incomplete, was altered, or belongs to another model.
         """
         if not self.takes(role, "weights"):
             return
@@ -57,7 +57,7 @@ class Beginning:
 
 
 def beginning_of(run: Resumable) -> Beginning | None:
-    """The checkpoint that a run names; None: it names none.
+    """The checkpoint that ``Run.restore`` names; None: it names none.
 
     Raises:
         UsageError: there is no complete checkpoint.
@@ -68,7 +68,8 @@ def beginning_of(run: Resumable) -> Beginning | None:
 
 
 def _folder_of(path: Path) -> Path:
-    """The folder of a checkpoint, given this folder, or a run directory, whose latest checkpoint is meant."""
+    """The folder of a checkpoint. ``path`` is this folder, or a run directory, which stands for its latest
+    checkpoint."""
     if (path / FILE).exists():
         return path
     run_dir = path.parent if path.name == "checkpoints" else path

@@ -153,7 +153,8 @@ class Validation:
     def end(self) -> None:
         """Wait for the background validation, and report its metrics, or that it is missing because an engine died.
 
-        Other errors of the validation are raised."""
+        Other errors of the validation are raised.
+        """
         running, self._running = self._running, None
         if running is None:
             return

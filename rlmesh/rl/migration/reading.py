@@ -1,4 +1,4 @@
-"""`converted`: the settings that a configuration of another library describes."""
+"""`converted`: converts another library's configuration to settings of a `Run`."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from rlmesh.rl.trainers.settings import parsed
 __all__ = ["SOURCES", "converted", "load_converted"]
 
 SOURCES = ("verl", *(f"trl-{kind}" for kind in trl.KINDS))
-"""What ``rlmesh train --from`` and ``Run.from_config(source=…)`` take."""
+"""The values of ``rlmesh train --from`` and ``Run.from_config(source=…)``."""
 
 
 def load_converted(
     config: Any, source: str, overrides: Sequence[str] = (), *, look: bool = False
 ) -> tuple[Any, Conversion]:
-    """The `Run` that a configuration of another library describes, and what became of its keys.
+    """The `Run` that another library's configuration describes, and the record of its keys.
 
     Args:
-        config: a YAML or JSON file, or what `converted` takes.
+        config: a YAML or JSON file, or values as for `converted`.
         source: one of `SOURCES`.
         overrides: ``section.key=value`` texts with the keys of a `Run`, which replace what was read.
         look: see `rlmesh.rl.trainers.config_files.load_run`.
@@ -52,7 +52,8 @@ def converted(config: Any, source: str, overrides: Sequence[str] = ()) -> Conver
     Args:
         config: nested or dotted keys, an OmegaConf or a dataclass such as ``GRPOConfig``.
         source: one of `SOURCES`.
-        overrides: as of `load_converted`. Here only what else depends on them changes, such as shares of the steps.
+        overrides: as for `load_converted`. They are not applied here, but influence other settings, such as shares of
+            the steps.
 
     Raises:
         UsageError: there is no such source, or the configuration has no keys.
@@ -74,7 +75,7 @@ def _parsed(overrides: Sequence[str]) -> dict[str, Any]:
 
 
 def _plain(config: Any) -> dict[str, Any]:
-    # A value that must be given is a text of three question marks. Enumerations are those of TRL's dataclasses.
+    # OmegaConf writes a missing value as "???". Enumerations occur in TRL's dataclasses.
     values = as_mapping(config, missing_ok=True)
     return {key: getattr(value, "value", value) for key, value in _without_missing(values).items()}
 

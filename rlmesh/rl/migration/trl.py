@@ -47,14 +47,14 @@ HARMLESS = dict.fromkeys(
     ),
     "",
 )  # fmt: skip
-"""Patterns of keys that change no numbers here, or belong to something that is off."""
+"""Patterns of keys that change no numbers here, or belong to a feature that is off."""
 
 
 def convert(values: dict[str, Any], kind: str, overrides: Mapping[str, Any]) -> Conversion:
-    """Read a configuration.
+    """Convert a configuration.
 
     Args:
-        values: by names; nested ones by dotted names.
+        values: the values by dotted keys.
         kind: one of `KINDS`.
         overrides: see `Conversion`.
     """
@@ -192,7 +192,7 @@ def _grpo_loss(c: Conversion) -> None:
     if loss == "cispo":
         if high < 1:
             c.faults.append(f"epsilon_high={high}: with cispo it is the largest ratio, ≥ 1")
-        c.set("algorithm.clip_high", high - 1, "epsilon_high")  # a ratio there, a distance from 1 here
+        c.set("algorithm.clip_high", high - 1, "epsilon_high")  # TRL gives the ratio, rlmesh its distance from 1
         c.get("epsilon")
     elif loss != "sapo":
         c.set("algorithm.clip_low", low, "epsilon")
@@ -234,7 +234,7 @@ def _vllm(c: Conversion) -> None:
     if not c.get("use_vllm", False):
         c.set("rollout.engine", "transformers", "use_vllm")
         for key in [key for key in c.given if key.startswith("vllm_")]:
-            c.get(key)  # of an engine that is not used
+            c.get(key)  # keys of an engine that is not used
         return
     c.set("rollout.engine", "vllm", "use_vllm")
     c.move("vllm_gpu_memory_utilization", "rollout.options.gpu_memory_utilization", 0.3)
@@ -247,7 +247,7 @@ def _vllm(c: Conversion) -> None:
     if level not in ("token", "sequence") or beyond not in ("mask", "truncate"):
         c.faults.append(f"vllm_importance_sampling_mode={mode!r} has no counterpart")
         return
-    # The older name wins in TRL; a null is no upper bound.
+    # In TRL, the older name has precedence, and null means no upper bound.
     highest = "vllm_importance_sampling_clip_max"
     key = "vllm_importance_sampling_cap" if c.has("vllm_importance_sampling_cap") else highest
     upper = 1e30 if c.is_null(key) else c.number(float, key, 3.0)
@@ -392,7 +392,7 @@ def _optimizer(c: Conversion, kind: str, updates: int, batch: int) -> None:
 
 
 def _of_steps(c: Conversion, key: str, share: float) -> float:
-    """A share of the steps of the run; they must be known."""
+    """A number of steps that is given as a share of the run's steps, which must be known."""
     steps = c.steps()
     if steps is None:
         c.wanting.setdefault("steps", f"{key}={share:g} is a share of the steps: set steps=NUMBER")

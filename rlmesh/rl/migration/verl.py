@@ -30,10 +30,10 @@ GSM8K, MATH = ["openai/gsm8k"], ["lighteval/MATH", "DigitalLearningGmbH/MATH-lig
 
 
 def convert(values: dict[str, Any], overrides: Mapping[str, Any]) -> Conversion:
-    """Read a configuration.
+    """Convert a configuration.
 
     Args:
-        values: by dotted keys.
+        values: the values by dotted keys.
         overrides: see `Conversion`.
     """
     c = Conversion("verl", values, overrides=overrides)
@@ -210,7 +210,7 @@ def _loss(c: Conversion, name: str) -> None:
     used = mode != "sapo" and (c.is_null(f"{ACTOR}.clip_ratio_low") or c.is_null(f"{ACTOR}.clip_ratio_high"))
     for side in ("low", "high") if mode != "sapo" else ():
         key, sources = f"{ACTOR}.clip_ratio_{side}", [f"{ACTOR}.clip_ratio_{side}"]
-        # Both are 0.2 in verl's own configuration: only with a null does clip_ratio take their place.
+        # verl's own configuration sets both to 0.2; clip_ratio counts only where one of them is null.
         if c.is_null(key):
             sources.append(f"{ACTOR}.clip_ratio")
         c.set(f"algorithm.clip_{side}", c.number(float, sources[-1], 0.2), *sources)
@@ -232,7 +232,7 @@ def _loss(c: Conversion, name: str) -> None:
             c.idle.append(f"{ACTOR}.policy_loss.{key}")
     given = str(c.get(f"{ACTOR}.loss_agg_mode", "token-mean"))
     if mode in ("gspo", "sapo"):
-        # verl aggregates these per sequence, whatever loss_agg_mode says; that is for the divergence only.
+        # verl aggregates these losses per sequence; loss_agg_mode is for the divergence only.
         c.set("algorithm.aggregation", "sequence-mean", f"{ACTOR}.policy_loss.loss_mode")
         if c.has(f"{ACTOR}.loss_agg_mode") or c.get(f"{ACTOR}.use_kl_loss", False):
             c.left.append(
@@ -348,7 +348,7 @@ def _sampling(c: Conversion) -> None:
     kwargs = f"{ROLLOUT}.val_kwargs"
     c.move(f"{kwargs}.n", "evaluation.samples", 1)
     warm, sources = c.number(float, f"{kwargs}.temperature", 0.0), [f"{kwargs}.temperature"]
-    if name == "hf" or mode != "async":  # the asynchronous engines look at the temperature only
+    if name == "hf" or mode != "async":  # verl's asynchronous engines read the temperature only
         sources.append(f"{kwargs}.do_sample")
         warm = warm if c.get(f"{kwargs}.do_sample", False) else 0.0
     c.set("evaluation.temperature", warm, *sources)

@@ -1,5 +1,4 @@
-"""The models in training of a recorded run, in this process and without engines, at the step of one of its
-checkpoints."""
+"""The roles of a recorded run in this process, without engines, with the weights of a checkpoint."""
 
 from __future__ import annotations
 
@@ -39,12 +38,13 @@ def lone_settings(run: Run) -> Run:
 def lone_roles(
     run: Run, checkpoint: Path | None, *, actor_only: bool = False
 ) -> Iterator[tuple[dict[str, RoleHere], WorkerContext]]:
-    """Actor, critic and reference, as far as the algorithm has them, each with one rank, and the context of a trainer.
-    Nothing is written into the directory of the run.
+    """Make actor, critic and reference (those that the algorithm needs), each with one rank, and a trainer's context.
+
+    Nothing is written into the run directory.
 
     Args:
         run: the settings, see `lone_settings`.
-        checkpoint: the folder of the step's checkpoint; ``None``: the roles are as a run begins.
+        checkpoint: the folder of a checkpoint; ``None``: the roles have the weights with which the run began.
         actor_only: without critic and reference.
 
     Raises:
@@ -79,4 +79,4 @@ def lone_roles(
             finally:
                 for one in reversed(roles.values()):
                     one.invoke("teardown")
-                gc.unfreeze()  # what the roles made may be garbage now
+                gc.unfreeze()  # objects that the roles made may be garbage now

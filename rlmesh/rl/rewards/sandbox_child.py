@@ -251,7 +251,7 @@ class Watched:
 
 
 def enter(case: dict[str, Any], settings: dict[str, Any]) -> None:
-    """Give up all privileges and run the source, in the program's own process."""
+    """Set the limits and give up all privileges, in the program's own process."""
     os.setsid()
     if settings["isolated"]:
         check("unshare", libc.unshare(CLONE_NEWNS))

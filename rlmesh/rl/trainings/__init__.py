@@ -1,1 +1,1 @@
-"""Trainings on responses that the data give: supervised fine-tuning, preferences, reward models."""
+"""Trainings on responses that are in the data: supervised fine-tuning, preferences (DPO), reward models."""
