@@ -1,7 +1,7 @@
-"""`ActorRollout` and `ActorRolloutRef`: one process trains the policy, samples with it, and keeps the reference.
+"""`ActorRollout` and `ActorRolloutRef`: one process trains the policy, samples with it, and holds the reference.
 
-The parts take turns: the training engine is offloaded while the rollout engine is awake, and the other way round.
-Weights go from one to the other through a copy in host memory, so that the two never need the device at once.
+The parts take turns: the training engine is offloaded while the rollout engine is awake, and vice versa. Weights go
+from one to the other through a copy in host memory, so that the two never need the device at once.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class ActorRollout(PlaysEpisodes, ActorRole):
         super().teardown()
 
     def make_rollout_engine(self) -> RolloutEngine:
-        """An engine that serves nothing before the first `publish`."""
+        """Make the rollout engine, which serves nothing before the first `publish`."""
         return make_rollout_engine(self.run_settings, sleeps=True)
 
     def offer_weights(self) -> None:
@@ -69,7 +69,7 @@ class ActorRollout(PlaysEpisodes, ActorRole):
 
     @rpc
     def generate(self, prompts: Sequence[Sequence[int]], params: SamplingParams) -> list[Sample]:
-        """One sample per prompt. The engine's seed is made of the call's seed and the rank."""
+        """One sample per prompt. The engine's seed is derived from the call's seed and the rank."""
         with self.turns.turn(ROLLOUT):
             return self.rollout_engine.generate(prompts, engine_params(params, current_worker().rank))
 
@@ -84,7 +84,7 @@ class ActorRollout(PlaysEpisodes, ActorRole):
 
 
 class ActorRolloutRef(ActorRollout):
-    """An `ActorRollout` that keeps the policy before training as well. See `ReferenceRole`."""
+    """An `ActorRollout` that also holds the reference policy. See `ReferenceRole`."""
 
     reference: FrozenPolicy
 
@@ -104,6 +104,6 @@ class ActorRolloutRef(ActorRollout):
 
     @rpc
     def reference_log_probs(self, packs: Sequence[Pack]) -> list[NDArray[np.float32]]:
-        """Log-probabilities of the targets of packs, ``[targets]`` each, with the weights that the run begins with."""
+        """Log-probabilities of the targets of packs by the reference policy, ``[targets]`` each."""
         with self.turns.turn(REFERENCE):
             return self.reference.log_probs(packs)

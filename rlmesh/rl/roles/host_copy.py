@@ -15,13 +15,13 @@ from rlmesh.rl.engines.rollout import RolloutEngine
 __all__ = ["HostCopy"]
 
 BUCKET_BYTES = 256 << 20
-"""The size of the parts in which weights are gathered and given to an engine of this process."""
+"""Weights are gathered, and copied to an engine of this process, in parts of this size."""
 FLIP_S = 60.0
-"""Seconds to wait until the engine lets its version change."""
+"""Seconds to wait until the engine allows the change of its version."""
 
 
 class HostCopy:
-    """A source of a `WeightSync` with the weights of the last `take`.
+    """A source of a `WeightSync` that holds the weights of the last `take`.
 
     Args:
         source: the weights of a training engine.
@@ -37,7 +37,7 @@ class HostCopy:
         self._taken = 0
 
     def take(self) -> None:
-        """Copy the weights; a collective step, while the training engine is awake."""
+        """Copy the weights. Collective: all ranks call it, while their training engines are awake."""
         self._manifest = self._source.manifest()
         for names in self._buckets():
             with self._source.gather(names) as tensors:
@@ -67,7 +67,7 @@ class HostCopy:
         if names:
             yield names
 
-    # Of a `WeightSource`.
+    # The methods of a `WeightSource`.
 
     def manifest(self) -> Manifest:
         return self._manifest
@@ -82,8 +82,8 @@ class HostCopy:
         return self._taken
 
     def give(self, engine: RolloutEngine, version: int) -> None:
-        """Write these weights into a rollout engine of this process, and let it serve them as ``version``. The engine
-        must be awake."""
+        """Write the weights into a rollout engine of this process, which must be awake and then serves them as
+        ``version``."""
         sink, gate = engine.sink, engine.gate
         gate.close(f"version {version} is being written", FLIP_S)
         gate.set_version(None, f"the write of version {version} was not completed")

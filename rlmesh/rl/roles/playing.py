@@ -27,11 +27,11 @@ __all__ = ["ROLLOUT", "PlaysEpisodes"]
 ROLLOUT = "rollout"
 """The name of the rollout engine among the parts that take turns."""
 _MAKING = threading.Lock()
-"""Calls that run beside each other make one maker: from Python 3.12 on, `cached_property` has no lock of its own."""
+"""Lets concurrent calls share one maker: from Python 3.12 on, `cached_property` has no lock."""
 
 
 class PlaysEpisodes:
-    """A role with a rollout engine."""
+    """The methods of a role with a rollout engine that play episodes of several turns."""
 
     run_settings: Run
     turns: Turns
@@ -64,7 +64,7 @@ class PlaysEpisodes:
 
     @rpc(concurrent=4)
     def tokens_sampled(self) -> int:
-        """A number that grows while the engine samples, also within a request."""
+        """A counter that grows while the engine samples, also within a request."""
         return Growing.sampled
 
     @rpc
@@ -75,8 +75,11 @@ class PlaysEpisodes:
 
     @rpc(concurrent=4096)
     async def play_groups(self, requests: Sequence[GroupRequest], params: SamplingParams) -> list[list[Episode]]:
-        """The episodes of each request, with the requests' own seeds. Calls run beside each other, and beside pushes;
-        the engine must have its devices to itself."""
+        """The episodes of each request, with the requests' own seeds.
+
+        Calls run concurrently with each other and with pushes, so the engine must not share its devices.
+
+        """
         tasks = [EpisodeTask.of(request) for request in requests]
         maker = await asyncio.to_thread(lambda: self.episode_maker)
         played = await asyncio.wrap_future(maker.start([task for own in tasks for task in own], params))

@@ -1,4 +1,4 @@
-"""`ReferenceRole`: the policy before training, which the divergence is measured from."""
+"""`ReferenceRole`: holds the reference policy, from which the divergence is measured."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ class FrozenPolicy(FrozenModel):
     """A causal language model that is not trained, on packs.
 
     Args:
-        model: in eval mode, on its device.
-        temperature: at which responses are sampled; log-probabilities are computed at the same one.
+        model: the model in eval mode, on its device.
+        temperature: the temperature of sampling, which log-probabilities are computed at.
     """
 
     def __init__(self, model: nn.Module, temperature: float) -> None:
@@ -46,7 +46,7 @@ class FrozenPolicy(FrozenModel):
 
 
 class ReferenceRole(TakesTurns):
-    """Computes log-probabilities with the weights that the run begins with."""
+    """Computes log-probabilities by the reference policy: ``reference.model``, or the policy before training."""
 
     def setup(self) -> None:
         self.run_settings: Run = run_settings()

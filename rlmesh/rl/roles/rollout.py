@@ -25,11 +25,11 @@ __all__ = ["ROLLOUT", "RolloutRole", "engine_params", "make_rollout_engine"]
 logger = logging.getLogger(__name__)
 
 SAMPLE_S = 24 * 3600.0
-"""Seconds after which responses are given up that no limit of the run has ended."""
+"""Seconds after which a response is given up that no other limit has ended."""
 LOST_CODE = 70
-"""Exit code of a member whose engine has lost its process."""
+"""Exit code of a member whose engine lost its own process."""
 SEEDS = 1009
-"""Seeds per call: engine number n takes the n-th of them, so that no two engines and calls share a seed."""
+"""Seeds per call. Engine n takes the n-th of them, so that no two engines or calls share a seed."""
 
 
 class RolloutRole(PlaysEpisodes, TakesTurns, ReceivesWeights):
@@ -45,7 +45,7 @@ class RolloutRole(PlaysEpisodes, TakesTurns, ReceivesWeights):
             self.engine = self.make_engine()
             if hasattr(self.engine, "on_lost"):
                 self.engine.on_lost = end_process
-            # Level 2 drops the weights: after every sleep a push brings new ones before the next sample.
+            # Level 2 drops the weights: after each sleep, a push comes before the next sample.
             self.turns.add(ROLLOUT, wake=self.engine.wake, sleep=lambda: self.engine.sleep(2))
         self.receive_weights(self.engine.sink)
         keep_objects()
@@ -57,7 +57,7 @@ class RolloutRole(PlaysEpisodes, TakesTurns, ReceivesWeights):
             self.engine.close()
 
     def make_engine(self) -> RolloutEngine:
-        """An engine that serves nothing before the first push of weights."""
+        """Make the engine, which serves nothing before the first push of weights."""
         return make_rollout_engine(self.run_settings, sleeps=self.turns.leased)
 
     @rpc
@@ -69,7 +69,7 @@ class RolloutRole(PlaysEpisodes, TakesTurns, ReceivesWeights):
 
     @rpc
     def generate(self, prompts: Sequence[Sequence[int]], params: SamplingParams) -> list[Sample]:
-        """One sample per prompt. Each engine draws from a seed of its own, which the call's seed determines."""
+        """One sample per prompt. The engine's seed is derived from the call's seed and the rank."""
         with self.turns.turn(ROLLOUT):
             return self.engine.generate(prompts, engine_params(params, self.rank))
 
@@ -78,8 +78,11 @@ class RolloutRole(PlaysEpisodes, TakesTurns, ReceivesWeights):
 
     @rpc(concurrent=4096)
     async def sample(self, requests: Sequence[GroupRequest], params: SamplingParams) -> list[list[Sample]]:
-        """The samples of each request, with the requests' own seeds. Calls run beside each other, and beside pushes;
-        the engine must have its devices to itself."""
+        """The samples of each request, with the requests' own seeds.
+
+        Calls run concurrently with each other and with pushes, so the engine must not share its devices.
+
+        """
         futures = await asyncio.to_thread(submit_groups, self.engine, requests, params)
         try:
             samples = iter(await asyncio.gather(*map(asyncio.wrap_future, futures)))
@@ -96,7 +99,7 @@ class RolloutRole(PlaysEpisodes, TakesTurns, ReceivesWeights):
 
 
 def end_process(why: str) -> None:
-    """End this process: the engine's own process has ended, and only a restart of the member brings another one."""
+    """End this process, since the engine's own process has ended: a restart of the member starts a new one."""
     logger.critical("%s", why)
     logging.shutdown()
     os._exit(LOST_CODE)
@@ -105,7 +108,7 @@ def end_process(why: str) -> None:
 def submit_groups(
     engine: RolloutEngine, requests: Sequence[GroupRequest], params: SamplingParams
 ) -> list[Future[Sample]]:
-    """Start the responses of requests on an engine: one future per response, in order."""
+    """Submit the responses of requests to an engine; returns one future per response, in order."""
     prompts = [request.prompt for request in requests for _ in request.seeds]
     each = [dataclasses.replace(params, seed=seed) for request in requests for seed in request.seeds]
     submit_all = getattr(engine, "submit_all", None)
@@ -129,7 +132,7 @@ def sample_groups(
 
 
 def engine_params(params: SamplingParams, rank: int) -> SamplingParams:
-    """The parameters for one engine: its seed is made of the call's seed and the engine's rank."""
+    """The parameters for one engine, with a seed that is derived from the call's seed and the engine's rank."""
     seed = None if params.seed is None else params.seed * SEEDS + rank
     return dataclasses.replace(params, seed=seed)
 
@@ -139,7 +142,7 @@ def make_rollout_engine(run: Run, *, sleeps: bool = False) -> RolloutEngine:
 
     Args:
         run: the settings.
-        sleeps: the engine shares its device. It must be able to free its memory, and keeps one copy of the weights.
+        sleeps: True if the engine shares its device: it then can free its memory, and keeps one copy of the weights.
     """
     settings = run.rollout
     if settings.engine == "transformers":

@@ -1,8 +1,7 @@
-"""A run in this process, without a job: the same roles and the same trainer, whose calls are plain calls of methods.
+"""`run_here`: a run in this process, without a job: the trainer calls the methods of the roles directly.
 
 Breakpoints work in all of it, and an error has the traceback of the role that raised it. One process trains, samples
-and keeps the reference (`ActorRolloutRef`), with one rank and one engine: its numbers are those of a job with one rank
-and one engine.
+and holds the reference (`ActorRolloutRef`). The results are those of a job with one rank and one engine.
 """
 
 from __future__ import annotations
@@ -67,7 +66,7 @@ def _run_followed(run: Run, run_dir: Path) -> RunResult:
         actor=replace(run.actor, ranks=1),
         critic=replace(run.critic, ranks=1),
         rollout=replace(run.rollout, engines=1),
-        placement="separate",  # the roles of one process share no device lease
+        placement="separate",  # roles in one process need no device lease
     )
     needs, responses = run.algorithm.needs, run.algorithm.responses
     trainer, actor = given_roles(responses)
@@ -99,20 +98,20 @@ def _run_followed(run: Run, run_dir: Path) -> RunResult:
         finally:
             for group in reversed(groups.values()):
                 group.invoke("teardown")
-            gc.unfreeze()  # what the roles made may be garbage now
+            gc.unfreeze()  # objects that the roles made may be garbage now
     return result_of(run_dir)
 
 
 def trainer_here(kind: type[Trainer], groups: dict[str, RoleHere]) -> Trainer:
-    """A trainer with roles in its own process.
+    """Make a trainer whose roles are in its own process.
 
     Args:
-        kind: its class.
-        groups: the roles, by name.
+        kind: class of the trainer.
+        groups: the roles by name.
     """
 
     class TrainerHere(kind):  # type: ignore[misc, valid-type]
-        """The trainer, which finds roles in this process."""
+        """A trainer that finds roles in this process."""
 
         def group(self, role: str) -> Any:
             return groups.get(role) or NO_MEMBERS
@@ -122,11 +121,11 @@ def trainer_here(kind: type[Trainer], groups: dict[str, RoleHere]) -> Trainer:
 
 
 class RoleHere:
-    """The one member of a role, in this process, with those methods of `RoleGroup` that the trainer uses.
+    """The only member of a role, in this process, with the methods of `RoleGroup` that trainers use.
 
     Args:
-        context: of the member.
-        kind: makes its object.
+        context: context of the member.
+        kind: makes the member's object.
     """
 
     def __init__(self, context: WorkerContext, kind: Callable[[], Any]) -> None:
@@ -170,7 +169,7 @@ class RoleHere:
 
 
 class _MemberHere:
-    """The handle of the one member of a role."""
+    """The handle of the only member of a role."""
 
     def __init__(self, role: RoleHere) -> None:
         self._role = role
@@ -196,7 +195,7 @@ NO_MEMBERS = _NoMembers()
 
 
 class MetricsLink:
-    """Writes reports to ``metrics.jsonl``, as a job does."""
+    """Stands for the connection to a job: writes reports to ``metrics.jsonl``, as a job does."""
 
     def __init__(self, run_dir: Path) -> None:
         self._file = run_dir / "metrics.jsonl"

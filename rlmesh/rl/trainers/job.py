@@ -1,4 +1,4 @@
-"""The job of a run: its roles, and their places."""
+"""The job of a run: its roles, and the devices of these."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ def given_roles(responses: str) -> tuple[type[Any] | None, type[Any] | None]:
 
 
 def build(run: Run, *, trainer: type[Any] | None = None, actor: type[Any] | None = None) -> DLJob:
-    """Describe the job of a run, with its own classes of trainer and actor if they are given.
+    """Describe the job of a run, with other classes of trainer and actor if these are given.
 
-    Without GPUs, roles that share devices share virtual ones, so that they take turns as on GPUs.
+    Without GPUs, roles that share devices get virtual devices, so that they take turns as on GPUs.
     """
     from rlmesh.rl.roles.fused import ActorRollout, ActorRolloutRef
     from rlmesh.rl.roles.reward import add_reward_roles
@@ -48,7 +48,7 @@ def build(run: Run, *, trainer: type[Any] | None = None, actor: type[Any] | None
     on_devices = ["ACTOR"]
     sampled, ranked = run.algorithm.responses == "sampled", run.algorithm.responses == "ranked"
     if placed != "fused" and sampled:
-        # Engines have no state that a restart could lose, and a prompt that kills engines does so more than once.
+        # A restart loses no state of an engine, and a prompt that kills engines does so several times.
         builder.rollout().resource(**share).total(run.rollout.engines).max_restarts(ENGINE_RESTARTS)
         on_devices.append("ROLLOUT")
     if placed != "fused" and "reference" in needs:

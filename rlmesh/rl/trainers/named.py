@@ -1,4 +1,4 @@
-"""Algorithms and rewards by name: ``grpo``, ``gsm8k``, or ``module:name`` for those of one's own."""
+"""Algorithms and rewards by name: built-in ones such as ``grpo`` or ``gsm8k``, and others as ``module:name``."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ VARIANTS = {
     **{name: f"loss: {name}" for name in ("dapo", "dr_grpo", "gspo", "cispo", "sapo")},
     **{name: f"advantage: {name}" for name in ("rloo", "remax", "opo", "pass_at_k")},
 }
-"""Variants of GRPO that go by a name of their own elsewhere, and the setting of GRPO that gives them."""
+"""Names of GRPO variants in other libraries, each with the equivalent setting of `GRPO`."""
 
 
 def find_algorithm(name: str) -> type[Any]:

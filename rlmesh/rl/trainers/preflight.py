@@ -24,17 +24,19 @@ TOKENIZER_FILES = (
 QUICK = ("model", "data", "validation", "batch_size", "max_prompt_tokens", "prompt_key")
 """The settings that `quick_faults` looks at."""
 READ_PROMPTS = {"prompt", "prompts", "sample", "samples"}
-"""The inputs of a reward function that have the text of the prompt."""
+"""The inputs of a reward function that contain the text of the prompt."""
 READ_BYTES = 32 * 2**20
 """Data files up to this size are read before the tokenizer is loaded."""
 
 
 def check(run: Run) -> str:
-    """Check the model, the data and the rewards of a run. Checks without torch and transformers come first, since
-    loading these takes seconds: the tokenizer's own file is enough to try the rewards on row 0.
+    """Check the model, the data and the rewards of a run.
+
+    Checks that need neither torch nor transformers come first, since importing these takes seconds. The tokenizer's own
+    file is enough to try the rewards on row 0.
 
     Returns:
-        a text with the numbers of rows, for people.
+        a text for people with the numbers of rows.
 
     Raises:
         UsageError: lists all faults, with the row where a row is at fault.
@@ -61,7 +63,7 @@ def quick_faults(
 ) -> Iterator[str]:  # fmt: skip
     """One sentence per fault of the model's folder and the data that can be found without torch and transformers.
 
-    The arguments are those of `Run`; those of a wrong type are skipped, since other checks report them.
+    The arguments are settings of `Run`. Values of a wrong type are skipped, since other checks report them.
     """
     if isinstance(model, str):
         yield from (f"model={model!r}: {fault}" for fault in _model_faults(model))
@@ -82,7 +84,7 @@ def _model_faults(model: str) -> Iterator[str]:
         return
     if not (folder / "config.json").is_file():
         yield "the folder has no config.json: it is no model that transformers can load"
-    # Checked here, since transformers makes an empty tokenizer if a folder has none.
+    # This check is needed because transformers makes an empty tokenizer if a folder has none.
     if not any((folder / name).exists() for name in TOKENIZER_FILES):
         yield (
             f"the model has no tokenizer: its folder has none of {', '.join(TOKENIZER_FILES)}; save one beside it, "
@@ -99,7 +101,7 @@ def _similar(path: Path) -> str:
 
 
 def _rows(data: Any) -> list[Any]:
-    """The rows of data; none if files are large, or cannot be read without a package that is missing.
+    """The rows of data. None of them if files are large, or need a package that is missing.
 
     Raises:
         UsageError: a file cannot be read.
