@@ -51,10 +51,7 @@ def _sync(connection: sqlite3.Connection) -> None:
     """Do nothing: this work marks a batch after which the thread calls fsync."""
 
 
-TABLES =
-
-
-"""
+TABLES = """
 CREATE TABLE IF NOT EXISTS slots (
     line INTEGER, position INTEGER, epoch INTEGER, prompt INTEGER, state TEXT, step INTEGER, oldest INTEGER,
     newest INTEGER, asked INTEGER, deaths INTEGER, reason TEXT, at REAL, void INTEGER NOT NULL DEFAULT 0,

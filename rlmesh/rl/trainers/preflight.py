@@ -166,10 +166,10 @@ class _TokenizerFile:
         self.eos_token_id = self._tokenizer.token_to_id(end) if end else None
 
     def encode(self, text: str) -> list[int]:
-        """The tokens of a text, without special ones.
+        """The tokens of a text, without special tokens.
 
         Raises:
-            ValueError: the text has a character that the tokenizer cannot say.
+            ValueError: the text has a character that the tokenizer cannot encode.
         """
         try:
             return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
@@ -182,7 +182,7 @@ class _TokenizerFile:
 
 
 def _all_too_long(rows: Sequence[Any], folder: Path, longest: int, key: str) -> bool:
-    """True if in every row a single text of the prompt already exceeds the limit of a prompt."""
+    """True if every row's prompt contains a text that alone exceeds the limit of a prompt."""
     try:
         tokenizer = _TokenizerFile(folder)
         for row in rows:
@@ -197,10 +197,11 @@ def _all_too_long(rows: Sequence[Any], folder: Path, longest: int, key: str) -> 
 
 
 def _early_reward_faults(run: Run, tried: set[str]) -> Iterator[str]:
-    """One sentence per reward function that fails on row 0; the names of those that could be tried go to ``tried``.
+    """One sentence per reward function that fails on row 0; the names of the functions that were tried are added to
+    ``tried``.
 
-    They are tried if row 0 is at hand, and the tokenizer has a file of its own. Chat messages become a prompt by a
-    template only, so functions that read the prompt are tried later then.
+    Functions are tried if row 0 is at hand and the tokenizer has its own file. If row 0 has chat messages, functions
+    that read the prompt are left out: the prompt needs the chat template.
     """
     import numpy as np
 
@@ -222,7 +223,7 @@ def _early_reward_faults(run: Run, tried: set[str]) -> Iterator[str]:
 
 
 def _has_no_template(folder: Path) -> bool:
-    """True if a folder's tokenizer surely has no chat template."""
+    """True if a folder's tokenizer certainly has no chat template."""
     settings = folder / "tokenizer_config.json"
     if not settings.is_file() or any(folder.glob("*chat_template*")) or (folder / "additional_chat_templates").exists():
         return False
@@ -236,8 +237,9 @@ def _names_that_occur_twice(rewards: Sequence[Reward | RewardModel]) -> Iterator
 
 
 def _slow_faults(run: Run, counts: list[str], tried: set[str]) -> Iterator[str]:
-    """One sentence per fault that needs the tokenizer; the numbers of rows go to ``counts``. Rewards of ``tried`` are
-    not tried again."""
+    """One sentence per fault whose check needs the tokenizer; a text on the numbers of rows is added to ``counts``.
+
+    Rewards in ``tried`` are not tried again."""
     from rlmesh.rl.data.loader import PromptLoader
     from rlmesh.rl.rewards.scoring import unscored
     from rlmesh.rl.rollout.episodes.plan import EpisodePlan
@@ -277,7 +279,7 @@ def _slow_faults(run: Run, counts: list[str], tried: set[str]) -> Iterator[str]:
 
 
 def _positions(model: str) -> int | None:
-    """The most tokens of a text that the model is made for; None: unknown."""
+    """The longest text of the model, in tokens; None: unknown."""
     from transformers import AutoConfig
 
     found = getattr(AutoConfig.from_pretrained(model), "max_position_embeddings", None)
@@ -285,7 +287,7 @@ def _positions(model: str) -> int | None:
 
 
 def _teacher_faults(run: Run, tokenizer: Any) -> Iterator[str]:
-    """A fault if the reference is another model with other tokens: its log-probabilities would be of other texts."""
+    """A fault if the reference is a model with another tokenizer: its log-probabilities would belong to other texts."""
     model = run.reference.model
     if model is None or "reference" not in run.algorithm.needs:
         return
@@ -314,7 +316,7 @@ def _tokenizer(run: Run) -> Any:
 
 
 def _extras(run: Run, row: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The extras of an episode, which rewards may read."""
+    """Example extras of an episode, which rewards may read."""
     from rlmesh.rl.rollout.episodes.plan import EpisodePlan
 
     plan = EpisodePlan.of(run)
