@@ -25,10 +25,10 @@ class _TokenLevel(Algorithm):
         gamma: discount per token, in [0, 1].
         kl: weight of the KL penalty in the rewards, ≥ 0; 0 needs no reference.
         kl_loss: weight of the divergence in the loss, ≥ 0.
-        kl_estimator: of the divergence in the loss. Its gradient is unbiased with every estimator.
-        clip_low, clip_high: of the ratio; ``clip_high=None``: as ``clip_low``.
+        kl_estimator: estimator of the divergence in the loss. The gradient is unbiased with every estimator.
+        clip_low, clip_high: distances from 1 at which the ratio is clipped; ``clip_high=None``: as ``clip_low``.
         dual_clip: see :func:`rlmesh.rl.losses.ppo_clip_loss`.
-        aggregation: of tokens; ``token-mean`` or ``sequence-mean``.
+        aggregation: mean over tokens; ``token-mean`` or ``sequence-mean``.
         correction: as in :class:`rlmesh.rl.algorithms.GRPO`.
         entropy: weight of the entropy bonus.
     """

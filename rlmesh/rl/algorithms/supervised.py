@@ -48,7 +48,7 @@ class BehaviourCloning(Algorithm):
 
 @dataclass(frozen=True)
 class OnPolicyDistillation(Algorithm):
-    """The reverse divergence from a teacher on the student's own samples, as a policy gradient.
+    """Distillation: the reverse divergence from a teacher on the student's own samples, as a policy gradient.
 
     The teacher takes the place of the reference policy; rewards are not used
     (:func:`rlmesh.rl.distillation.sampled_reverse_kl_advantages`). ``Run(reference=ReferenceSettings(model=…))`` names

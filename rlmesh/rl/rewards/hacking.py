@@ -110,7 +110,7 @@ class RewardAlarm:
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go to a state."""
+        """Take over a state."""
         self._first: list[dict[str, Any]] = list(state["first"])
         self._last: list[dict[str, Any]] = list(state["last"])
         self._sums: dict[str, list[float]] = {name: list(sums) for name, sums in state["sums"].items()}

@@ -228,8 +228,7 @@ class Trainer:
     def evaluate(self, groups: Sequence[Group]) -> tuple[dict[str, list[Packs]], Evaluated]:
         """Pack the groups, and ask the roles for what the algorithm needs: log-probabilities, values, greedy rewards.
 
-        Returns: the packs of the ranks of each model in training (``actor``, ``critic``), and the batch with the roles'
-        answers.
+        Returns: the packs of each model in training (``actor``, ``critic``), and the batch with the roles' answers.
         """
         episodes = Group.episodes_of(groups)
         numbers = [number for number, group in enumerate(groups) for _ in group.episodes]

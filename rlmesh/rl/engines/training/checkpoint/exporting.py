@@ -20,8 +20,10 @@ FILE_BYTES = 2 << 30
 def write_safetensors(
     folder: Path, source: WeightSource, model: nn.Module, rank: int, *, file_bytes: int = FILE_BYTES
 ) -> None:
-    """Write all weights, tied ones once, and the configuration, if the model has one. ``folder`` appears, or is
-    replaced, when it is complete. Collective; rank 0 writes and holds one file's tensors at a time.
+    """Write all weights (tied ones once), and the model's configuration if it has one.
+
+    ``folder`` appears, or is replaced, when all files are complete. Collective; rank 0 writes, and holds the tensors of
+    one file at a time.
 
     Raises:
         OSError: on every rank, if rank 0 could not write.
@@ -33,7 +35,7 @@ def write_adapter(folder: Path, source: WeightSource, model: nn.Module, rank: in
     """Write an adapter as ``adapter_model.safetensors`` with its configuration, as peft does; see `write_safetensors`.
 
     Args:
-        source: of the adapter's tensors alone.
+        source: source of the adapter's tensors only.
         model: peft's wrapper.
     """
     _write(folder, source, model, rank, sys.maxsize, "adapter_model")
@@ -85,7 +87,7 @@ def _write_file(aside: Path, index: int, count: int, tensors: Any, stem: str) ->
 
     if index == 0:
         shutil.rmtree(aside, ignore_errors=True)
-        aside.mkdir(mode=0o700, parents=True)  # the owner may open it to others later
+        aside.mkdir(mode=0o700, parents=True)  # the owner may give others access later
     whole = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     save_file(whole, aside / _file_name(index, count, stem), metadata={"format": "pt"})
 
