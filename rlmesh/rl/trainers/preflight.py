@@ -160,7 +160,7 @@ class _TokenizerFile:
             self._tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
             settings = folder / "tokenizer_config.json"
             named = json.loads(settings.read_text(encoding="utf-8")).get("eos_token") if settings.is_file() else None
-        except Exception as error:  # the library raises nothing more special
+        except Exception as error:  # tokenizers raises no other class
             raise OSError(f"{folder}: {error}") from error
         end = named.get("content") if isinstance(named, dict) else named
         self.eos_token_id = self._tokenizer.token_to_id(end) if end else None
@@ -173,7 +173,7 @@ class _TokenizerFile:
         """
         try:
             return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
-        except Exception as error:  # the library raises nothing more special
+        except Exception as error:  # tokenizers raises no other class
             raise ValueError(str(error)) from error
 
     def decode(self, token_ids: Any, *, skip_special_tokens: bool = True) -> str:
