@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,6 +16,7 @@ from rlmesh.rl.checkpoints.store import (
     read_checkpoint,
     saved_step,
 )
+from rlmesh.rl.names import did_you_mean
 
 if TYPE_CHECKING:
     from rlmesh.rl.engines.training.protocol import TrainingEngine
@@ -87,8 +87,7 @@ def restore_faults(run: Resumable) -> Iterator[str]:
         return
     unknown = [part for part in run.restore_parts if part not in PARTS]
     for part in unknown:
-        near = get_close_matches(str(part), PARTS, 1)
-        yield f"restore_parts: there is no {part!r}" + (f"; did you mean {near[0]!r}?" if near else f": {PARTS}")
+        yield f"restore_parts: there is no {part!r}{did_you_mean(part, PARTS, f': {PARTS}')}"
     if unknown or run.restore is None:
         return
     try:

@@ -8,10 +8,10 @@ base model, so a push contains the adapter only.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any
 
 from rlmesh.errors import UsageError
+from rlmesh.rl.names import did_you_mean
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -107,9 +107,8 @@ def _check_targets(model: nn.Module, targets: str | tuple[str, ...], linear: set
         found = [name for name in linear if name == target or name.endswith(f".{target}")]
         if not found:
             known = sorted({name.rpartition(".")[2] for name in linear})
-            near = get_close_matches(target, known, 1)
-            hint = f"did you mean {near[0]!r}?" if near else f"the linear layers are {', '.join(known)}"
-            faults.append(f"the model has no linear layer {target!r}; {hint}")
+            hint = did_you_mean(target, known, f"; the linear layers are {', '.join(known)}")
+            faults.append(f"the model has no linear layer {target!r}{hint}")
         elif head is not None and any(model.get_submodule(name) is head for name in found):
             faults.append(f"{target!r} is the head, which cannot have an adapter: packed passes use its weight")
     if faults:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
@@ -15,6 +15,7 @@ N = TypeVar("N", int, float)
 
 SECRETS = ("api_key", "apikey", "auth_token", "hub_token", "access_token", "secret", "password")
 """Keys whose names contain one of these are secrets: their values are not shown."""
+TRACKERS = ("wandb", "mlflow", "trackio")
 ABSENT: Any = type("Absent", (), {"__repr__": lambda self: "absent", "__bool__": lambda self: False})()
 """The value of a key that a configuration lacks."""
 
@@ -132,29 +133,51 @@ class Conversion:
             self.set(setting, value, key)
         return value
 
-    def leave(self, key: str, advice: str, *, unless: Any = ABSENT) -> None:
-        """Record that a key has no counterpart, if the configuration has it.
+    def skip(self, *keys: str) -> None:
+        """Mark keys as read: they say nothing here, or other keys have decided already."""
+        self._read.update(keys)
+
+    def starting(self, prefix: str | tuple[str, ...]) -> list[str]:
+        """The keys of the configuration that begin with a prefix, or with one of several."""
+        return [key for key in self.given if key.startswith(prefix)]
+
+    def advise(self, key: str, advice: str) -> None:
+        """Record that a key has no counterpart, and what the user can do."""
+        self.left.append((key, advice))
+
+    def leave(self, keys: str | Iterable[str], advice: str, *, unless: Any = ABSENT) -> None:
+        """Record that keys have no counterpart, as far as the configuration has them.
 
         Args:
-            key: the key.
+            keys: a key, or several.
             advice: what the user can do.
-            unless: a value, or a tuple of values, with which the key changes nothing.
+            unless: a value, or a tuple of values, with which a key changes nothing.
         """
-        if not self.has(key):
-            self._read.add(key)
-            return
-        value = self.get(key)
         harmless = unless if isinstance(unless, tuple) else (unless,)
-        if any((value is not True and value is not False and value == one) or value is one for one in harmless):
-            self.idle.append(key)
-        else:
-            self.left.append((_told(key, value), advice))
+        for key in [keys] if isinstance(keys, str) else keys:
+            value = self.get(key)
+            if value is None:
+                continue
+            if any((value is not True and value is not False and value == one) or value is one for one in harmless):
+                self.idle.append(key)
+            else:
+                self.advise(_told(key, value), advice)
 
-    def rest(self, harmless: Mapping[str, str], unsupported: Mapping[str, str]) -> None:
+    def trackers(self, key: str, others: Sequence[str], project: str | None = None) -> None:
+        """Set the trackers from a key that names some. ``others`` are names that need no tracker."""
+        names = self.get(key, [])
+        names = [names] if isinstance(names, str) else list(names)
+        if wanted := [f"{one}:{project}" if project else one for one in names if one in TRACKERS]:
+            self.set("trackers", wanted, key)
+        for one in names:
+            if one not in (*TRACKERS, *others):
+                self.advise(f"{key}={one}", f"the trackers are {', '.join(TRACKERS)}, and module:Class")
+
+    def rest(self, harmless: Collection[str], unsupported: Mapping[str, str]) -> None:
         """Record what becomes of all keys that were not read.
 
         Args:
-            harmless: patterns of keys that change no numbers, with the reason.
+            harmless: patterns of keys that change no numbers.
             unsupported: patterns of other keys, with an advice.
         """
         self._told.update([*self.idle, *(key.partition("=")[0] for key, _ in self.left)])
@@ -167,11 +190,11 @@ class Conversion:
             if empty or any(fnmatchcase(key, pattern) for pattern in harmless):
                 self.idle.append(key)
             elif advice := [text for pattern, text in unsupported.items() if fnmatchcase(key, pattern)]:
-                self.left.append((_told(key, self.given[key]), advice[0]))
+                self.advise(_told(key, self.given[key]), advice[0])
             else:
                 near = get_close_matches(key, known, 1, cutoff=0.85)
                 meant = f"did you mean {near[0]}?" if near else f"it is no key of {self.library} that is known here"
-                self.left.append((_told(key, self.given[key]), meant))
+                self.advise(_told(key, self.given[key]), meant)
 
     def nested(self) -> dict[str, Any]:
         """The settings with a mapping for each section."""

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
 from rlmesh.errors import UsageError
 from rlmesh.rl.migration import trl, verl
 from rlmesh.rl.migration.keys import Conversion, flattened
+from rlmesh.rl.names import did_you_mean
 from rlmesh.rl.trainers.config_files import read_values, settings_fault
 from rlmesh.rl.trainers.config_reader import as_mapping, read_run
 from rlmesh.rl.trainers.settings import parsed
@@ -59,9 +59,7 @@ def converted(config: Any, source: str, overrides: Sequence[str] = ()) -> Conver
         UsageError: there is no such source, or the configuration has no keys.
     """
     if source not in SOURCES:
-        near = get_close_matches(source, SOURCES, 1)
-        meant = f"; did you mean {near[0]!r}?" if near else ""
-        raise UsageError(f"there is no source {source!r}: there is {', '.join(SOURCES)}{meant}")
+        raise UsageError(f"there is no source {source!r}: there is {', '.join(SOURCES)}{did_you_mean(source, SOURCES)}")
     values = dict(flattened(_plain(config)))
     known = _parsed(overrides)
     if source == "verl":

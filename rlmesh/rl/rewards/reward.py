@@ -5,10 +5,10 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from difflib import get_close_matches
 from typing import Any
 
 from rlmesh.errors import UsageError
+from rlmesh.rl.names import did_you_mean, unknown_parameters
 from rlmesh.rl.types import Episode
 
 __all__ = ["Response", "Reward"]
@@ -117,20 +117,10 @@ class Reward:
         parameters = inspect.signature(self.function).parameters.values()
         known = {**_SINGLE, **_BATCHED}
         wanted = [p.name for p in parameters if p.name in known and p.name not in self.options]
-        unknown = [
-            p.name
-            for p in parameters
-            if p.name not in known
-            and p.name not in self.options
-            and p.default is p.empty
-            and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
-        ]
-        if unknown:
-            near = get_close_matches(unknown[0], known, 1)
-            meant = f" (did you mean {near[0]!r}?)" if near else ""
+        if unknown := unknown_parameters(self.function, {*known, *self.options}):
             raise UsageError(
-                f"reward {self.name!r} has a parameter {unknown[0]!r} without a default{meant}: it may have "
-                f"{', '.join(_SINGLE)}, or their plurals for a batch"
+                f"reward {self.name!r} has a parameter {unknown[0]!r} without a default; it may have "
+                f"{', '.join(_SINGLE)}, or their plurals for a batch{did_you_mean(unknown[0], known)}"
             )
         if not wanted:
             raise UsageError(f"reward {self.name!r} looks at nothing: give it parameters out of {', '.join(_SINGLE)}")

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
@@ -20,6 +19,7 @@ from rlmesh.rl.engines.training.packed import PackedPart
 from rlmesh.rl.engines.training.protocol import Lora
 from rlmesh.rl.packing import Pack
 from rlmesh.rl.reading.phases import memory_share
+from rlmesh.rl.roles.defaults import causal_model
 from rlmesh.rl.roles.host_copy import HostCopy
 from rlmesh.rl.roles.trained import TRAINING, Share, TrainedRole, common_metrics, mean_of
 
@@ -40,10 +40,7 @@ class ActorRole(TrainedRole, SendsWeights):
     """The weights of the last step, for pushes while the training engine sleeps; ``None`` if it never sleeps."""
 
     def make_model(self) -> nn.Module:
-        from transformers import AutoModelForCausalLM
-
-        model: nn.Module = AutoModelForCausalLM.from_pretrained(self.run_settings.model, dtype=torch.float32)
-        return model.to(self.device)
+        return causal_model(self.run_settings.model, self.device)
 
     @rpc
     def log_probs(self, packs: Sequence[Pack], version: int) -> list[NDArray[np.float32]]:

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import torch
+from torch import nn
 
 from rlmesh import current_worker
 from rlmesh.errors import UsageError
@@ -14,7 +15,7 @@ from rlmesh.errors import UsageError
 if TYPE_CHECKING:
     from rlmesh.rl.trainers.run import Run
 
-__all__ = ["choose_device", "keep_objects", "run_settings"]
+__all__ = ["causal_model", "choose_device", "keep_objects", "run_settings"]
 
 
 def run_settings() -> Run:
@@ -58,3 +59,11 @@ def choose_device(threads: int) -> torch.device:
     if threads:
         torch.set_num_threads(threads)
     return torch.device("cpu")
+
+
+def causal_model(name: str, device: torch.device) -> nn.Module:
+    """A causal language model from a folder or hub name, in float32, on a device."""
+    from transformers import AutoModelForCausalLM
+
+    model: nn.Module = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32)
+    return model.to(device)

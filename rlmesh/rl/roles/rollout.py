@@ -3,50 +3,32 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
-import logging
-import os
 from collections.abc import Sequence
-from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
-from rlmesh import ReceivesWeights, current_worker, rpc
+from rlmesh import ReceivesWeights, rpc
 from rlmesh.rl.engines.rollout import RolloutEngine, Sample, SamplingParams
 from rlmesh.rl.roles.defaults import choose_device, keep_objects, run_settings
-from rlmesh.rl.roles.playing import ROLLOUT, PlaysEpisodes
+from rlmesh.rl.roles.sampling import ROLLOUT, SamplingRole, submit_groups
 from rlmesh.rl.roles.turns import TakesTurns
 from rlmesh.rl.rollout.requests import GroupRequest
 
 if TYPE_CHECKING:
     from rlmesh.rl.trainers.run import Run
 
-__all__ = ["ROLLOUT", "RolloutRole", "engine_params", "make_rollout_engine"]
-
-logger = logging.getLogger(__name__)
-
-SAMPLE_S = 24 * 3600.0
-"""Seconds after which a response is given up that no other limit has ended."""
-LOST_CODE = 70
-"""Exit code of a member whose engine lost its own process."""
-SEEDS = 1009
-"""Seeds per call. Engine n takes the n-th of them, so that no two engines or calls share a seed."""
+__all__ = ["RolloutRole", "make_rollout_engine"]
 
 
-class RolloutRole(PlaysEpisodes, TakesTurns, ReceivesWeights):
+class RolloutRole(SamplingRole, TakesTurns, ReceivesWeights):
     """Samples responses. Override `make_engine` for an engine of your own."""
 
     engine: RolloutEngine
 
     def setup(self) -> None:
         self.run_settings: Run = run_settings()
-        self.rank = current_worker().rank
         self.turns = self.make_turns()
         with self.turns.lease():
-            self.engine = self.make_engine()
-            if hasattr(self.engine, "on_lost"):
-                self.engine.on_lost = end_process
-            # Level 2 drops the weights: after each sleep, a push comes before the next sample.
-            self.turns.add(ROLLOUT, wake=self.engine.wake, sleep=lambda: self.engine.sleep(2))
+            self.engine = self.add_engine(self.make_engine())
         self.receive_weights(self.engine.sink)
         keep_objects()
 
@@ -67,12 +49,6 @@ class RolloutRole(PlaysEpisodes, TakesTurns, ReceivesWeights):
         with self.turns.turn(ROLLOUT):
             pass
 
-    @rpc
-    def generate(self, prompts: Sequence[Sequence[int]], params: SamplingParams) -> list[Sample]:
-        """One sample per prompt. The engine's seed is derived from the call's seed and the rank."""
-        with self.turns.turn(ROLLOUT):
-            return self.engine.generate(prompts, engine_params(params, self.rank))
-
     def sampling_engine(self) -> RolloutEngine:
         return self.engine
 
@@ -81,7 +57,6 @@ class RolloutRole(PlaysEpisodes, TakesTurns, ReceivesWeights):
         """The samples of each request, with the requests' own seeds.
 
         Calls run concurrently with each other and with pushes, so the engine must not share its devices.
-
         """
         futures = await asyncio.to_thread(submit_groups, self.engine, requests, params)
         try:
@@ -90,51 +65,6 @@ class RolloutRole(PlaysEpisodes, TakesTurns, ReceivesWeights):
             for future in futures:
                 future.cancel()
         return [[next(samples) for _ in request.seeds] for request in requests]
-
-    @rpc
-    def sample_in_turn(self, requests: Sequence[GroupRequest], params: SamplingParams) -> list[list[Sample]]:
-        """As `sample`, for an engine that shares its devices."""
-        with self.turns.turn(ROLLOUT):
-            return sample_groups(self.engine, requests, params)
-
-
-def end_process(why: str) -> None:
-    """End this process, since the engine's own process has ended: a restart of the member starts a new one."""
-    logger.critical("%s", why)
-    logging.shutdown()
-    os._exit(LOST_CODE)
-
-
-def submit_groups(
-    engine: RolloutEngine, requests: Sequence[GroupRequest], params: SamplingParams
-) -> list[Future[Sample]]:
-    """Submit the responses of requests to an engine; returns one future per response, in order."""
-    prompts = [request.prompt for request in requests for _ in request.seeds]
-    each = [dataclasses.replace(params, seed=seed) for request in requests for seed in request.seeds]
-    submit_all = getattr(engine, "submit_all", None)
-    if submit_all is None:
-        return [engine.submit(prompt, own) for prompt, own in zip(prompts, each, strict=True)]
-    found: list[Future[Sample]] = submit_all(prompts, each)
-    return found
-
-
-def sample_groups(
-    engine: RolloutEngine, requests: Sequence[GroupRequest], params: SamplingParams
-) -> list[list[Sample]]:
-    """The samples of each request; waits for them."""
-    futures = submit_groups(engine, requests, params)
-    try:
-        samples = iter([future.result(SAMPLE_S) for future in futures])
-    finally:
-        for future in futures:
-            future.cancel()
-    return [[next(samples) for _ in request.seeds] for request in requests]
-
-
-def engine_params(params: SamplingParams, rank: int) -> SamplingParams:
-    """The parameters for one engine, with a seed that is derived from the call's seed and the engine's rank."""
-    seed = None if params.seed is None else params.seed * SEEDS + rank
-    return dataclasses.replace(params, seed=seed)
 
 
 def make_rollout_engine(run: Run, *, sleeps: bool = False) -> RolloutEngine:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from difflib import get_close_matches
 
 from rlmesh.errors import UsageError
+from rlmesh.rl.names import did_you_mean
 
 __all__ = ["Pipeline"]
 
@@ -46,8 +46,7 @@ class Pipeline:
             return cls(given, 1, drains=True)
         found = re.fullmatch(r"async(?:\(\s*(?:staleness\s*=\s*)?(-?\d+)\s*\))?", given)
         if found is None:
-            near = get_close_matches(given.partition("(")[0].strip().replace("_", "-"), NAMES, 1)
-            advice = f"; did you mean {near[0]!r}?" if near else ""
+            advice = did_you_mean(given.partition("(")[0].strip().replace("_", "-"), NAMES)
             raise UsageError(f"pipeline={text!r}: there is {FORMS}{advice}")
         staleness = int(found[1] or 1)
         if staleness < 1:

@@ -7,11 +7,11 @@ import math
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Literal
 
 from rlmesh.errors import UsageError
+from rlmesh.rl.names import did_you_mean
 from rlmesh.rl.samples.files import FOLDER, SPLITS, Sampled, SampleFile, columns_in, read_file, sample_files
 
 __all__ = ["ChangedPrompt", "Condition", "Order", "changed", "chosen_files", "find", "parse_condition"]
@@ -129,8 +129,7 @@ def require_columns(conditions: Sequence[Condition], files: Sequence[SampleFile]
     columns = list(dict.fromkeys(name for file in files for name in columns_in(file))) if conditions else []
     for one in conditions:
         if one.column not in columns:
-            near = get_close_matches(one.column, columns, 1)
-            meant = f"; did you mean {near[0]}?" if near else f"; there are {', '.join(columns)}"
+            meant = did_you_mean(one.column, columns, f"; there are {', '.join(columns)}")
             raise UsageError(f"{one}: samples have no column {one.column!r}{meant}")
 
 

@@ -11,11 +11,11 @@ import json
 import sys
 import traceback
 from collections.abc import Sequence
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
 from rlmesh.errors import UsageError
+from rlmesh.rl.names import similar_path
 from rlmesh.rl.trainers.config_reader import read_run
 from rlmesh.rl.trainers.run import Run
 from rlmesh.rl.trainers.settings import apply_overrides
@@ -76,9 +76,7 @@ def _existing(path: Path) -> Path:
     if path.suffix not in SUFFIXES:
         raise UsageError(f"{path}: a configuration is a file with the suffix {', '.join(SUFFIXES)}")
     if not path.is_file():
-        names = [one.name for one in path.parent.iterdir()] if path.parent.is_dir() else []
-        near = get_close_matches(path.name, names, 1)
-        raise UsageError(f"there is no file {path}" + (f" (did you mean {path.parent / near[0]}?)" if near else ""))
+        raise UsageError(f"there is no file {path}{similar_path(path)}")
     return path
 
 

@@ -8,6 +8,7 @@ from importlib import import_module
 from typing import Any
 
 from rlmesh.errors import UsageError
+from rlmesh.rl.names import did_you_mean
 
 __all__ = ["ALGORITHMS", "REWARDS", "find_algorithm", "find_reward", "imported", "imported_parts"]
 
@@ -114,6 +115,4 @@ def imported(name: str) -> Any:
 
 
 def _nearest(name: str, valid: Any, *, listed: bool = True) -> str:
-    if near := get_close_matches(name, valid, 1):
-        return f"; did you mean {near[0]!r}?"
-    return f": there are {', '.join(valid)}, and module:name for your own" if listed else ""
+    return did_you_mean(name, valid, f": there are {', '.join(valid)}, and module:name for your own" if listed else "")

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from rlmesh.errors import UsageError
 from rlmesh.rl.data.dataset import require_prompt
 from rlmesh.rl.data.files import expand, read_rows
+from rlmesh.rl.names import similar_path
 from rlmesh.rl.rewards.reward import Reward
 
 if TYPE_CHECKING:
@@ -79,7 +80,7 @@ def _model_faults(model: str) -> Iterator[str]:
     folder = Path(model).expanduser()
     if not folder.is_dir():
         if model.startswith(("/", ".", "~")) or model.count("/") > 1:
-            near = _similar(folder)
+            near = similar_path(folder)
             yield f"there is no folder {folder}{near}"
         return
     if not (folder / "config.json").is_file():
@@ -90,14 +91,6 @@ def _model_faults(model: str) -> Iterator[str]:
             f"the model has no tokenizer: its folder has none of {', '.join(TOKENIZER_FILES)}; save one beside it, "
             "with tokenizer.save_pretrained(folder)"
         )
-
-
-def _similar(path: Path) -> str:
-    from difflib import get_close_matches
-
-    there = [one.name for one in path.parent.iterdir() if one.is_dir()] if path.parent.is_dir() else []
-    near = get_close_matches(path.name, there, 1)
-    return f"; did you mean {path.parent / near[0]}?" if near else ""
 
 
 def _rows(data: Any) -> list[Any]:

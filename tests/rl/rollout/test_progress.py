@@ -10,7 +10,7 @@ from typing import Any
 from rlmesh import rpc
 from rlmesh.rl.engines.growing import Growing
 from rlmesh.rl.engines.rollout import SamplingParams
-from rlmesh.rl.roles.playing import PlaysEpisodes
+from rlmesh.rl.roles.sampling import SamplingRole
 from rlmesh.rl.rollout.role_engines import progress_of
 from rlmesh.runtime.connections.address_book import AddressBook, MemberAddress, member_name
 from rlmesh.runtime.group import RoleGroup
@@ -21,7 +21,7 @@ from tests.settling import settle
 KEY = b"0123456789abcdef0123456789abcdef"
 
 
-class Samples(PlaysEpisodes):
+class Samples(SamplingRole):
     """A member whose request lasts until it is told otherwise."""
 
     def __init__(self) -> None:

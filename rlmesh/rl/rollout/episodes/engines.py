@@ -18,7 +18,7 @@ class EpisodeEngines(RoleEngines):
     """Members that play episodes. If an engine dies, its groups are played again, like any groups.
 
     Args:
-        group: the members (:class:`rlmesh.rl.roles.playing.PlaysEpisodes`).
+        group: the members (:class:`rlmesh.rl.roles.sampling.SamplingRole`).
         params: parameters of each turn; the seeds come with the requests.
         in_turn: True if the members share their devices with other roles, and take turns.
     """

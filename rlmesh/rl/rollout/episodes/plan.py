@@ -7,13 +7,13 @@ import ipaddress
 import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from difflib import get_close_matches
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
 from rlmesh.errors import UsageError
 from rlmesh.rl.data.chat import Message
+from rlmesh.rl.names import did_you_mean, unknown_parameters
 from rlmesh.rl.rollout.episodes.chat_spans import ChatSpans
 from rlmesh.rl.rollout.episodes.settings import EpisodeSettings
 from rlmesh.rl.rollout.episodes.tools import Tool, ToolCallParser, hermes_calls, tools_of
@@ -239,14 +239,9 @@ def _agent_faults(agent: Any) -> Iterator[str]:
     parameters = inspect.signature(agent).parameters.values()
     if any(one.kind is one.POSITIONAL_ONLY for one in parameters):
         yield f"agent={name}: arguments go by name, and it has positional ones"
-    unknown = [
-        one.name for one in parameters
-        if one.name not in AGENT_INPUTS and one.default is one.empty
-        and one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)
-    ]  # fmt: skip
+    unknown = unknown_parameters(agent, AGENT_INPUTS)
     for one in unknown:
-        near = get_close_matches(one, AGENT_INPUTS, 1)
-        meant = f" (did you mean {near[0]!r}?)" if near else ""
-        yield f"agent={name} has a parameter {one!r} without a default{meant}: it may have {', '.join(AGENT_INPUTS)}"
+        meant = did_you_mean(one, AGENT_INPUTS)
+        yield f"agent={name} has a parameter {one!r} without a default; it may have {', '.join(AGENT_INPUTS)}{meant}"
     if not unknown and not any(one.name == "base_url" for one in parameters):
         yield f"agent={name} has no parameter base_url: it could not ask the policy for anything"

@@ -29,7 +29,7 @@ class EpisodeSpread:
     """Distributes episodes over the engines.
 
     Args:
-        engines: the members that play (:class:`rlmesh.rl.roles.playing.PlaysEpisodes`).
+        engines: the members that play (:class:`rlmesh.rl.roles.sampling.SamplingRole`).
         push_again: pushes weights to engines that have none.
     """
 
