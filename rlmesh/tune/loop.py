@@ -20,6 +20,7 @@ from rlmesh.tune.curves import CURVES
 from rlmesh.tune.execution import Answer, TrialSlot
 from rlmesh.tune.progress import result_line, say
 from rlmesh.tune.search import Search
+from rlmesh.tune.space import named
 from rlmesh.tune.trial import Stop, Trial, TrialFiles
 
 __all__ = ["TrialLoop"]
@@ -115,7 +116,7 @@ class TrialLoop:
         number = int(trial.trial_id)
         if number not in self._values:
             self._values[number] = self.search.ask(number)
-        trial.config = {"/".join(map(str, path)): value for path, value in self._values[number].items()}
+        trial.config = {named(path): value for path, value in self._values[number].items()}
         trial.status = trials.RUNNING
         restore = trial.checkpoint or self.restore
         files = self._files_of(trial)

@@ -83,21 +83,17 @@ def run(
             Iterations without an evaluation may lack an evaluation's metric.
         TrialsFailed: all trials of a search failed. A run without a search raises the trial's own error.
     """
-    algorithm_class = (
-        get_algorithm_class(run_or_experiment) if isinstance(run_or_experiment, str) else run_or_experiment
-    )
+    if isinstance(run_or_experiment, str):
+        run_or_experiment = get_algorithm_class(run_or_experiment)
     if (checkpoint_freq or checkpoint_at_end or resume) and storage_path is None:
         raise UsageError("tune.run: checkpoints need a storage_path, and so does resume")
-    for name, value, least in (
-        ("num_samples", num_samples, 1), ("max_failures", max_failures, 0), ("checkpoint_freq", checkpoint_freq, 0),
-        ("max_concurrent_trials", 1 if max_concurrent_trials is None else max_concurrent_trials, 1),
-    ):  # fmt: skip
-        if type(value) is not int or value < least:
-            raise UsageError(f"tune.run({name}={value!r}): a whole number of at least {least}")
+    at_most = 1 if max_concurrent_trials is None else max_concurrent_trials
+    _require_whole(1, num_samples=num_samples, max_concurrent_trials=at_most)
+    _require_whole(0, max_failures=max_failures, checkpoint_freq=checkpoint_freq)
     if mode not in ("max", "min"):
         raise UsageError(f"tune.run(mode={mode!r}): 'max' or 'min'")
     trials.require_stop(stop)
-    settings = _Settings(algorithm_class, config)
+    settings = _Settings(run_or_experiment, config)
     single = not settings.space and num_samples == 1 and search_alg is None
     if restore is not None and not single:
         raise UsageError("tune.run(restore=…) is for one trial; resume=True goes on with a search")
@@ -107,38 +103,54 @@ def run(
         raise UsageError("tune.run(search_alg=…): no setting is a search space, such as tune.uniform(0.9, 1)")
     folder = Path(storage_path).absolute() if storage_path is not None else None
     found = ExperimentAnalysis([], metric or DEFAULT_METRIC, mode, folder, single=single)
-    search, todo = _search(settings, found, search_alg, num_samples, SEED if seed is None else seed, resume=resume)
+    seed = SEED if seed is None else seed
+    search, todo = _search(settings, found, search_alg, num_samples, seed, resume=resume)
     at_once = 1 if single else _at_once(max_concurrent_trials, settings, len(todo))
     loop = TrialLoop(
         found, search, settings.of_trial, stop=stop, checkpoint_freq=checkpoint_freq,
-        checkpoint_at_end=checkpoint_at_end, max_failures=max_failures, verbose=verbose,
-        seed=SEED if seed is None else seed, evaluates=settings.config["evaluation_interval"] is not None,
+        checkpoint_at_end=checkpoint_at_end, max_failures=max_failures, verbose=verbose, seed=seed,
+        evaluates=settings.config["evaluation_interval"] is not None,
         restore=None if restore is None else str(Path(restore).absolute()), space=described(settings.space),
         threads=0 if at_once == 1 else max(1, _cores() // at_once),
         ends=None if time_budget_s is None else clock.now() + time_budget_s,
     )  # fmt: skip
+    _carry_out(loop, todo, at_once)
+    if not single and (found.errors if raise_on_failed_trial else len(found.errors) == len(found.trials) > 0):
+        raise _failure(found)
+    return found
+
+
+def _require_whole(least: int, **numbers: Any) -> None:
+    """Check that arguments of `run` are whole numbers of at least ``least``."""
+    for name, value in numbers.items():
+        if type(value) is not int or value < least:
+            raise UsageError(f"tune.run({name}={value!r}): a whole number of at least {least}")
+
+
+def _carry_out(loop: TrialLoop, todo: deque[Trial], at_once: int) -> None:
+    """Carry out trials: in this process if one runs at a time, else in the processes of a job."""
     with ExitStack() as stack:
-        stack.callback(search.end)
+        stack.callback(loop.search.end)
         stack.callback(loop.close)
         slots: list[TrialSlot]
         if at_once == 1:
-            local = LocalSlot(loop.answers, raises=single)
+            local = LocalSlot(loop.answers, raises=loop.found.single)
             stack.callback(local.session.end)
             slots = [local]
         else:
-            run_dir = None if folder is None else str(folder / "job")
-            members = stack.enter_context(remote_slots(at_once, run_dir))
+            folder = loop.found.experiment_path
+            members = stack.enter_context(remote_slots(at_once, None if folder is None else str(folder / "job")))
             slots = [RemoteSlot(loop.answers, member) for member in members]
         loop.work(todo, slots)
     loop.finish()
-    if not single and (found.errors if raise_on_failed_trial else len(found.errors) == len(found.trials) > 0):
-        number, text = next(iter(found.errors.items()))
-        error = TrialsFailed(
-            f"{len(found.errors)} of {len(found.trials)} trials failed; trial {number}: {text.strip()}"
-        )
-        error.analysis = found
-        raise error
-    return found
+
+
+def _failure(found: ExperimentAnalysis) -> TrialsFailed:
+    """The error of a search with failed trials."""
+    number, text = next(iter(found.errors.items()))
+    error = TrialsFailed(f"{len(found.errors)} of {len(found.trials)} trials failed; trial {number}: {text.strip()}")
+    error.analysis = found
+    return error
 
 
 class _Settings:

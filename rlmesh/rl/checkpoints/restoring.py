@@ -16,7 +16,7 @@ from rlmesh.rl.checkpoints.store import (
     read_checkpoint,
     saved_step,
 )
-from rlmesh.rl.names import did_you_mean
+from rlmesh.rl.faults import did_you_mean
 
 if TYPE_CHECKING:
     from rlmesh.rl.engines.training.protocol import TrainingEngine

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from rlmesh.errors import UsageError
-from rlmesh.rl.names import similar_path
+from rlmesh.rl.faults import similar_path
 
 __all__ = ["Row", "expand", "is_data", "read_rows", "write_parquet"]
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from rlmesh.errors import UsageError
-from rlmesh.rl.names import did_you_mean
+from rlmesh.rl.faults import did_you_mean
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from rlmesh.rl.faults import too_small
+
 __all__ = ["RewardAlarmSettings", "SampleSettings", "ValidationSettings"]
 
 
@@ -28,10 +30,8 @@ class ValidationSettings:
 
     def faults(self) -> Iterator[str]:
         """One sentence per fault."""
-        if self.samples < 1:
-            yield f"samples={self.samples} must be ≥ 1"
-        if self.temperature is not None and self.temperature < 0:
-            yield f"temperature={self.temperature} must be ≥ 0"
+        yield from too_small(self, 1, "samples")
+        yield from too_small(self, 0, "temperature")
         if self.samples > 1 and self.temperature == 0:
             yield f"temperature=0 gives {self.samples} equal responses: set samples=1, or a temperature > 0"
 
@@ -54,10 +54,8 @@ class SampleSettings:
 
     def faults(self) -> Iterator[str]:
         """One sentence per fault."""
-        if self.every < 0:
-            yield f"every={self.every} must be ≥ 0"
-        if self.most_mib < 1:
-            yield f"most_mib={self.most_mib} must be ≥ 1"
+        yield from too_small(self, 0, "every")
+        yield from too_small(self, 1, "most_mib")
 
 
 @dataclass(frozen=True)
@@ -91,15 +89,11 @@ class RewardAlarmSettings:
 
     def faults(self) -> Iterator[str]:
         """One sentence per fault."""
-        if self.baseline < 0:
-            yield f"baseline={self.baseline} must be ≥ 0; 0: no check"
-        if self.window < 1:
-            yield f"window={self.window} must be ≥ 1"
+        yield from too_small(self, 0, "baseline", "components")
+        yield from too_small(self, 1, "window")
         if self.length != 0 and self.length <= 1:
             yield f"length={self.length} must be > 1, a factor; 0: no check"
         if not 0 < self.correlation <= 1:
             yield f"correlation={self.correlation} must be in (0, 1]"
         if not 0 <= self.repetition <= 1:
             yield f"repetition={self.repetition} must be in [0, 1], a share; 0: no check"
-        if self.components < 0:
-            yield f"components={self.components} must be ≥ 0; 0: no check"

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from rlmesh.errors import UsageError
+from rlmesh.rl.faults import did_you_mean
 from rlmesh.rl.migration import trl, verl
 from rlmesh.rl.migration.keys import Conversion, flattened
-from rlmesh.rl.names import did_you_mean
 from rlmesh.rl.trainers.config_files import read_values, settings_fault
 from rlmesh.rl.trainers.config_reader import as_mapping, read_run
 from rlmesh.rl.trainers.settings import parsed

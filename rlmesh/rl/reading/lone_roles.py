@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import gc
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,22 +14,14 @@ from rlmesh import JobInfo, WorkerContext
 from rlmesh.rl.checkpoints.store import checkpoint_folder, read_checkpoint
 from rlmesh.rl.roles.critic import CriticRole
 from rlmesh.rl.roles.reference import ReferenceRole
-from rlmesh.rl.trainers.here import MetricsLink, RoleHere, one_rank
+from rlmesh.rl.trainers.here import MetricsLink, RoleHere, one_rank_each, roles_here
 from rlmesh.rl.trainers.job import given_roles
 from rlmesh.rl.trainings.roles import GivenActor
 
 if TYPE_CHECKING:
     from rlmesh.rl.trainers.run import Run
 
-__all__ = ["lone_roles", "lone_settings"]
-
-
-def lone_settings(run: Run) -> Run:
-    """The settings of a run for one rank of each role."""
-    return replace(
-        run, actor=replace(run.actor, ranks=1), critic=replace(run.critic, ranks=1), placement="separate",
-        rollout=replace(run.rollout, engines=1),
-    )  # fmt: skip
+__all__ = ["lone_roles"]
 
 
 @contextmanager
@@ -43,7 +33,7 @@ def lone_roles(
     Nothing is written into the run directory.
 
     Args:
-        run: the settings, see `lone_settings`.
+        run: the settings of the run.
         checkpoint: the folder of a checkpoint; ``None``: the roles have the weights with which the run began.
         actor_only: without critic and reference.
 
@@ -64,19 +54,10 @@ def lone_roles(
             link.parent.mkdir()
             link.symlink_to(checkpoint.resolve())
         device = "GPU" if torch.cuda.is_available() else "CPU"
-        job = JobInfo("replay", "replay", run, device)
+        job = JobInfo("replay", "replay", one_rank_each(run), device)
 
         def context(role: str) -> WorkerContext:
             return WorkerContext(job, role, 0, 1, MetricsLink(run_dir), run_dir=run_dir)
 
-        with one_rank():
-            roles: dict[str, RoleHere] = {}
-            try:
-                for role, kind in kinds.items():
-                    roles[role] = RoleHere(context(role), kind)
-                    roles[role].invoke("setup")
-                yield roles, context("TRAINER")
-            finally:
-                for one in reversed(roles.values()):
-                    one.invoke("teardown")
-                gc.unfreeze()  # objects that the roles made may be garbage now
+        with roles_here(kinds, context) as roles:
+            yield roles, context("TRAINER")

@@ -18,7 +18,7 @@ from rlmesh.errors import UsageError
 from rlmesh.rl.checkpoints.state import restore_states, seed_generators
 from rlmesh.rl.checkpoints.store import checkpoint_folder, read_checkpoint
 from rlmesh.rl.drift import DriftAlarm
-from rlmesh.rl.reading.lone_roles import lone_roles, lone_settings
+from rlmesh.rl.reading.lone_roles import lone_roles
 from rlmesh.rl.reading.recorded import recorded_groups, recorded_total
 from rlmesh.rl.reading.steps import read_steps
 from rlmesh.rl.roles.trained import TrainedRole
@@ -111,7 +111,7 @@ def replay(run_dir: Path, run: Run, step: int) -> Replayed:
     began = _checkpoint_before(run_dir, step)
     groups = {number: recorded_groups(run_dir, number) for number in range(began + 1, step + 1)}
     folder = checkpoint_folder(run_dir, began) if began else None
-    with lone_roles(lone_settings(run), folder) as (roles, context), acting_as(context):
+    with lone_roles(run, folder) as (roles, context), acting_as(context):
         trainer = _Replayer(roles, groups)
         trainer.setup()
         if folder is not None:
@@ -122,7 +122,7 @@ def replay(run_dir: Path, run: Run, step: int) -> Replayed:
     after = checkpoint_folder(run_dir, step)
     equal: bool | None = None
     if (after / "checkpoint.json").exists():
-        with lone_roles(lone_settings(run), after, actor_only=True) as (saved, _):
+        with lone_roles(run, after, actor_only=True) as (saved, _):
             kept = _weights_of(saved["ACTOR"])
         equal = kept.keys() == weights.keys() and all(torch.equal(kept[name], weights[name]) for name in kept)
     return Replayed(step, began, trainer.last, reports[step], equal, tuple(_limits(run)), weights)

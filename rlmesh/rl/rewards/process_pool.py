@@ -15,8 +15,8 @@ import signal
 import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import CancelledError, Future
+from contextlib import AbstractContextManager
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import cloudpickle
@@ -37,7 +37,7 @@ _functions: dict[str, Callable[..., Any]] = {}
 _broken: str | None = None
 
 
-class ScoringPool:
+class ScoringPool(AbstractContextManager["ScoringPool"]):
     """A pool of processes that score.
 
     ::
@@ -152,12 +152,7 @@ class ScoringPool:
         for outcome in list(self._waiting):
             self._finish(outcome, Failed("the pool was closed"))
 
-    def __enter__(self) -> ScoringPool:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 

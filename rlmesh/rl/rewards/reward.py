@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rlmesh.errors import UsageError
-from rlmesh.rl.names import did_you_mean, unknown_parameters
+from rlmesh.rl.faults import did_you_mean, unknown_parameters
 from rlmesh.rl.types import Episode
 
 __all__ = ["Response", "Reward"]

@@ -20,9 +20,9 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Literal
 
 from rlmesh.errors import UsageError
@@ -83,7 +83,7 @@ class Ran:
     code: int
 
 
-class Sandbox:
+class Sandbox(AbstractContextManager["Sandbox"]):
     """A sandbox, in which programs run one after the other. Each finds an empty folder and leaves no process.
 
     ::
@@ -191,12 +191,7 @@ class Sandbox:
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
 
-    def __enter__(self) -> Sandbox:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _run(self, source: str, stdin: str, wall_s: float, ask: dict[str, Any] | None) -> Ran:

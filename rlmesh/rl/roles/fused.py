@@ -34,7 +34,8 @@ class ActorRollout(SamplingRole, ActorRole):
     def make_parts(self) -> None:
         super().make_parts()
         self.turns.sleep()
-        self.rollout_engine = self.add_engine(self.make_rollout_engine())
+        self.rollout_engine = self.make_rollout_engine()
+        self.add_engine()
 
     def teardown(self) -> None:
         self.close_episodes()

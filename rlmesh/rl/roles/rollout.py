@@ -28,7 +28,8 @@ class RolloutRole(SamplingRole, TakesTurns, ReceivesWeights):
         self.run_settings: Run = run_settings()
         self.turns = self.make_turns()
         with self.turns.lease():
-            self.engine = self.add_engine(self.make_engine())
+            self.engine = self.make_engine()
+            self.add_engine()
         self.receive_weights(self.engine.sink)
         keep_objects()
 

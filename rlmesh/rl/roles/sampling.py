@@ -52,13 +52,13 @@ class SamplingRole:
         """The engine of this member."""
         raise NotImplementedError
 
-    def add_engine(self, engine: RolloutEngine) -> RolloutEngine:
-        """Add a new engine to the parts that take turns, and end this process if the engine loses its own."""
+    def add_engine(self) -> None:
+        """Add the new engine to the parts that take turns, and end this process if the engine loses its own."""
+        engine = self.sampling_engine()
         if hasattr(engine, "on_lost"):
             engine.on_lost = end_process
         # Level 2 drops the weights: after each sleep, a push comes before the next sample.
         self.turns.add(ROLLOUT, wake=engine.wake, sleep=lambda: engine.sleep(2))
-        return engine
 
     @rpc
     def generate(self, prompts: Sequence[Sequence[int]], params: SamplingParams) -> list[Sample]:

@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 
 from rlmesh.errors import UsageError
-from rlmesh.rl.names import did_you_mean
+from rlmesh.rl.faults import did_you_mean
 
 __all__ = ["Pipeline"]
 

@@ -444,8 +444,7 @@ class Sampler:
     # Scoring.
 
     def _begin_scoring(self) -> bool:
-        """Have sampled groups scored: each by itself or, in a pipeline that drains, a whole round together. True if
-        they are scored when this returns."""
+        """Have sampled groups scored: each alone or, if the pipeline drains, in rounds. True if they are scored now."""
         under_way = {slot.position for slots in self._scoring.values() for slot in slots}
         slots = [slot for slot in self.buffer.unscored() if slot.position not in under_way]
         if self.pipeline.drains and (self._scoring or self._loads.in_round):

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from rlmesh.errors import UsageError
-from rlmesh.rl.names import did_you_mean
+from rlmesh.rl.faults import did_you_mean
 from rlmesh.rl.samples.files import FOLDER, SPLITS, Sampled, SampleFile, columns_in, read_file, sample_files
 
 __all__ = ["ChangedPrompt", "Condition", "Order", "changed", "chosen_files", "find", "parse_condition"]

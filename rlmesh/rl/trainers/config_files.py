@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from rlmesh.errors import UsageError
-from rlmesh.rl.names import similar_path
+from rlmesh.rl.faults import similar_path
 from rlmesh.rl.trainers.config_reader import read_run
 from rlmesh.rl.trainers.run import Run
 from rlmesh.rl.trainers.settings import apply_overrides

@@ -10,7 +10,7 @@ import gc
 import json
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -44,7 +44,7 @@ from rlmesh.rl.trainers.trainer import Trainer
 if TYPE_CHECKING:
     from rlmesh.rl.trainers.run import Run, RunResult
 
-__all__ = ["NO_MEMBERS", "MetricsLink", "RoleHere", "one_rank", "run_here"]
+__all__ = ["NO_MEMBERS", "MetricsLink", "RoleHere", "one_rank_each", "roles_here", "run_here"]
 
 logger = logging.getLogger(__name__)
 
@@ -61,13 +61,6 @@ def run_here(run: Run, run_dir: Path, name: str) -> RunResult:
 
 
 def _run_followed(run: Run, run_dir: Path) -> RunResult:
-    alone = replace(
-        run,
-        actor=replace(run.actor, ranks=1),
-        critic=replace(run.critic, ranks=1),
-        rollout=replace(run.rollout, engines=1),
-        placement="separate",  # roles in one process need no device lease
-    )
     needs, responses = run.algorithm.needs, run.algorithm.responses
     trainer, actor = given_roles(responses)
     if responses == "sampled":
@@ -78,28 +71,50 @@ def _run_followed(run: Run, run_dir: Path) -> RunResult:
         kinds["CRITIC"] = CriticRole
     kinds |= {one.role: RewardRole for one in run.scored if isinstance(one, RewardModel)}
     link = MetricsLink(run_dir)
-    job = JobInfo("here", "here", alone, "GPU" if torch.cuda.is_available() else "CPU")
+    job = JobInfo("here", "here", one_rank_each(run), "GPU" if torch.cuda.is_available() else "CPU")
 
     def context(role: str) -> WorkerContext:
         return WorkerContext(job, role, 0, 1, link, run_dir=run_dir.absolute())
 
+    with roles_here(kinds, context) as groups:
+        driver = RoleHere(context("TRAINER"), lambda: trainer_here(trainer or Trainer, groups))
+        driver.invoke("setup")
+        try:
+            driver.invoke("run")
+        finally:
+            driver.invoke("teardown")
+    return result_of(run_dir)
+
+
+def one_rank_each(run: Run) -> Run:
+    """The settings of a run for one rank of each role."""
+    return replace(
+        run, actor=replace(run.actor, ranks=1), critic=replace(run.critic, ranks=1),
+        rollout=replace(run.rollout, engines=1), placement="separate",  # roles in one process need no device lease
+    )  # fmt: skip
+
+
+@contextmanager
+def roles_here(
+    kinds: Mapping[str, Callable[[], Any]], context: Callable[[str], WorkerContext]
+) -> Iterator[dict[str, RoleHere]]:
+    """Roles in this process: set up in order, and ended in reverse order at the end of the block.
+
+    Args:
+        kinds: makes the object of each role, by the role's name.
+        context: makes the context of a role.
+    """
     with one_rank():
-        groups: dict[str, RoleHere] = {}
+        roles: dict[str, RoleHere] = {}
         try:
             for role, kind in kinds.items():
-                groups[role] = RoleHere(context(role), kind)
-                groups[role].invoke("setup")
-            driver = RoleHere(context("TRAINER"), lambda: trainer_here(trainer or Trainer, groups))
-            driver.invoke("setup")
-            try:
-                driver.invoke("run")
-            finally:
-                driver.invoke("teardown")
+                roles[role] = RoleHere(context(role), kind)
+                roles[role].invoke("setup")
+            yield roles
         finally:
-            for group in reversed(groups.values()):
-                group.invoke("teardown")
+            for one in reversed(roles.values()):
+                one.invoke("teardown")
             gc.unfreeze()  # objects that the roles made may be garbage now
-    return result_of(run_dir)
 
 
 def trainer_here(kind: type[Trainer], groups: dict[str, RoleHere]) -> Trainer:

@@ -8,7 +8,7 @@ from importlib import import_module
 from typing import Any
 
 from rlmesh.errors import UsageError
-from rlmesh.rl.names import did_you_mean
+from rlmesh.rl.faults import did_you_mean
 
 __all__ = ["ALGORITHMS", "REWARDS", "find_algorithm", "find_reward", "imported", "imported_parts"]
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from rlmesh.errors import UsageError
 from rlmesh.rl.data.dataset import require_prompt
 from rlmesh.rl.data.files import expand, read_rows
-from rlmesh.rl.names import similar_path
+from rlmesh.rl.faults import similar_path
 from rlmesh.rl.rewards.reward import Reward
 
 if TYPE_CHECKING:

@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from rlmesh.errors import UsageError
 from rlmesh.rl.evaluation.settings import RewardAlarmSettings, SampleSettings, ValidationSettings
+from rlmesh.rl.faults import too_small
 from rlmesh.rl.rewards.model import RewardModel
 from rlmesh.rl.rewards.reward import Reward
 from rlmesh.rl.rollout.episodes.plan import EpisodePlan
@@ -253,12 +254,9 @@ class Run:
         yield from self._given_faults()
         if isinstance(self.pipeline, str):
             yield from self._pipeline_faults()
-        for name in ("steps", "batch_size", "max_prompt_tokens", "save_every", "keep_last", "nodes", "reward_workers"):
-            if isinstance(value := getattr(self, name), int) and value < 1:
-                yield f"{name}={value} must be ≥ 1"
-        for name in ("validate_every", "devices_per_node", "examine", "seed"):
-            if isinstance(value := getattr(self, name), int) and value < 0:
-                yield f"{name}={value} must be ≥ 0"
+        counts = ("steps", "batch_size", "max_prompt_tokens", "save_every", "keep_last", "nodes", "reward_workers")
+        yield from too_small(self, 1, *counts)
+        yield from too_small(self, 0, "validate_every", "devices_per_node", "examine", "seed")
         needs = getattr(self.algorithm, "needs", None)
         if needs is None:
             yield f"algorithm={self.algorithm!r}: expected an Algorithm, such as GRPO(samples=8)"

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar, Union, get_args, get_or
 
 from rlmesh.errors import UsageError
 from rlmesh.rl.engines.lora import LoraOptions
+from rlmesh.rl.faults import too_small
 from rlmesh.rl.trainers.other_names import ELSEWHERE
 
 if TYPE_CHECKING:
@@ -111,12 +112,8 @@ class ActorSettings:
 
     def faults(self) -> Iterator[str]:
         """One sentence per fault."""
-        for name in ("ranks", "epochs", "minibatches", "token_budget"):
-            if getattr(self, name) < 1:
-                yield f"{name}={getattr(self, name)} must be ≥ 1"
-        for name in ("lr", "warmup_steps", "weight_decay", "max_grad_norm", "threads"):
-            if getattr(self, name) < 0:
-                yield f"{name}={getattr(self, name)} must be ≥ 0"
+        yield from too_small(self, 1, "ranks", "epochs", "minibatches", "token_budget")
+        yield from too_small(self, 0, "lr", "warmup_steps", "weight_decay", "max_grad_norm", "threads")
         if not 0 <= self.final_lr <= 1:
             yield f"final_lr={self.final_lr} must be in [0, 1]: a share of lr"
         yield from (f"lora.{fault}" for fault in self.lora.faults())
@@ -224,22 +221,16 @@ class RolloutSettings:
 
     def faults(self) -> Iterator[str]:
         """One sentence per fault."""
-        for name in ("time_limit_s", "in_flight", "refill"):
-            if getattr(self, name) < 0:
-                yield f"{name}={getattr(self, name)} must be ≥ 0"
+        yield from too_small(self, 0, "time_limit_s", "in_flight", "refill", "threads")
+        yield from too_small(self, 1, "oversampling", "engines", "max_tokens")
         if not 0 < self.deadline_s < float("inf"):
             yield f"deadline_s={self.deadline_s} must be a number of seconds > 0"
         if self.time_limit_s >= self.deadline_s:
             yield f"deadline_s={self.deadline_s} must be > time_limit_s={self.time_limit_s}, the most of a response"
         if self.time_limit_s and self.engine != "transformers":
             yield f"time_limit_s={self.time_limit_s}: engine={self.engine!r} has none; limit max_tokens instead"
-        if self.oversampling < 1:
-            yield f"oversampling={self.oversampling} must be ≥ 1"
         if self.oversampling > 1 and not self.dynamic_sampling:
             yield f"oversampling={self.oversampling} is for dynamic_sampling: without it every group is trained"
-        for name in ("engines", "max_tokens"):
-            if getattr(self, name) < 1:
-                yield f"{name}={getattr(self, name)} must be ≥ 1"
         if self.temperature <= 0:
             yield f"temperature={self.temperature} must be > 0: a policy is trained on what it samples"
         if not 0 < self.top_p <= 1:
@@ -252,8 +243,6 @@ class RolloutSettings:
             yield f"stop={self.stop!r} must be a text or a list of texts that are not empty"
         if not all(checked(one, int) and one >= 0 for one in self.stop_token_ids):
             yield f"stop_token_ids={self.stop_token_ids!r} must be a list of token ids: whole numbers ≥ 0"
-        if self.threads < 0:
-            yield f"threads={self.threads} must be ≥ 0"
 
     @property
     def casts(self) -> bool:

@@ -13,7 +13,7 @@ from typing import Any
 
 from rlmesh.errors import UsageError
 from rlmesh.rl.data.chat import Message
-from rlmesh.rl.names import did_you_mean, unknown_parameters
+from rlmesh.rl.faults import did_you_mean, unknown_parameters
 from rlmesh.rl.rollout.episodes.chat_spans import ChatSpans
 from rlmesh.rl.rollout.episodes.settings import EpisodeSettings
 from rlmesh.rl.rollout.episodes.tools import Tool, ToolCallParser, hermes_calls, tools_of

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
+from rlmesh.rl.faults import too_small
 from rlmesh.rl.rollout.episodes.tools import ToolCallParser
 
 __all__ = ["EpisodeSettings"]
@@ -48,9 +49,7 @@ class EpisodeSettings:
 
     def faults(self) -> Iterator[str]:
         """One sentence per fault."""
-        for name in ("max_turns", "max_tokens", "parallel"):
-            if getattr(self, name) < 1:
-                yield f"{name}={getattr(self, name)} must be ≥ 1"
+        yield from too_small(self, 1, "max_turns", "max_tokens", "parallel")
         for name in SECONDS:
             if not 0 < getattr(self, name) < float("inf"):
                 yield f"{name}={getattr(self, name)} must be a number of seconds > 0"

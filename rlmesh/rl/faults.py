@@ -1,14 +1,14 @@
-"""Names that users wrote: the nearest right name for an error, and parameters of functions that nothing fills."""
+"""Faults in what users write: the nearest right names, numbers that are too small, parameters that nothing fills."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-__all__ = ["did_you_mean", "similar_path", "unknown_parameters"]
+__all__ = ["did_you_mean", "similar_path", "too_small", "unknown_parameters"]
 
 
 def did_you_mean(name: object, valid: Iterable[str], otherwise: str = "") -> str:
@@ -32,3 +32,10 @@ def unknown_parameters(function: Callable[..., Any], known: Collection[str]) -> 
         if one.name not in known and one.default is one.empty
         and one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)
     ]  # fmt: skip
+
+
+def too_small(settings: object, least: int, *names: str) -> Iterator[str]:
+    """One sentence per attribute that is a number below ``least``."""
+    for name in names:
+        if isinstance(value := getattr(settings, name), int | float) and value < least:
+            yield f"{name}={value} must be ≥ {least}"
