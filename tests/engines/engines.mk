@@ -24,7 +24,7 @@ comma := ,
 
 engines: $(ENGINES_READY)
 	$(ENGINES_PYTHON) tests/engines/installed.py
-	OMP_NUM_THREADS=1 $(ENGINES_PYTHON) -m pytest -m "engines and not soak" $(ENGINES_TESTS) -n $(TEST_JOBS) --dist loadscope \
+	OMP_NUM_THREADS=1 $(ENGINES_PYTHON) -m pytest -m "engines and not soak" $(ENGINES_TESTS) -n $(SLOW_JOBS) --dist loadscope \
 	  --no-loadscope-reorder $(ENGINES_ARGS)
 
 # torch first, so that what follows takes this one. The three that go again are for another torch, and each of them

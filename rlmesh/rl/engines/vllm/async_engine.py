@@ -77,7 +77,6 @@ class AsyncVllmEngine(VllmBase):
         """Called on the engine's thread if vLLM's process ends by itself, before requests fail of it. The engine cannot
         sample any more."""
         self._is_lost = False
-        self._children: list[BaseProcess] = []
         self._engine: Any = None
         self._loop = asyncio.new_event_loop()
         started: Future[None] = Future()
@@ -103,9 +102,9 @@ class AsyncVllmEngine(VllmBase):
                     "AsyncVllmEngine needs vLLM 0.32 or newer, which says of each token what weights it is of; this is "
                     f"{vllm.__version__}. VllmEngine runs on it"
                 )
-            others = [child.pid for child in children()]
+            others = children()
             self._engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**self._arguments))
-            self._children = [child for child in children() if child.pid not in others]
+            self._children = children(besides=others)
             for child in self._children:
                 self._loop.add_reader(child.sentinel, self._child_ended, child)
 
@@ -141,14 +140,12 @@ class AsyncVllmEngine(VllmBase):
     def _watch_no_longer(self) -> None:
         for child in self._children:
             self._loop.remove_reader(child.sentinel)
-        self._children = []
 
     async def _stop(self) -> None:
         self._watch_no_longer()
         error = UsageError(f"{self.gate.who} was closed")
         for batch in [*(stretch.batch for stretch in self._stretches.values()), *(batch for _, batch in self._kept)]:
             batch.fail(error)
-        processes = children()
         self._engine.shutdown(timeout=STOP_S)
         self._engine = None
         mine = asyncio.current_task()
@@ -158,7 +155,7 @@ class AsyncVllmEngine(VllmBase):
         await asyncio.gather(*left, return_exceptions=True)
         await self._loop.shutdown_asyncgens()
         await self._loop.shutdown_default_executor()
-        forget(processes)
+        forget(self._children)
 
     # On the engine's loop.
 

@@ -17,6 +17,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import CancelledError, Future
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -155,6 +156,8 @@ class VllmBase(ABC):
         self._pause_s = pause_timeout_s
         self._sink: Sink
         self._thread: threading.Thread
+        self._children: list[BaseProcess] = []
+        """The processes that vLLM has started for this engine."""
         self._paused: PauseMode | None = None
         self._asleep: SleepLevel | None = None
         self._tokens = 0

@@ -114,7 +114,9 @@ class VllmEngine(VllmBase):
         import torch
         from vllm import EngineArgs, LLMEngine
 
+        others = children()
         self._engine = LLMEngine.from_engine_args(EngineArgs(**self._arguments))
+        self._children = children(besides=others)
         alone = self._engine.vllm_config.parallel_config.world_size == 1
         on_gpu = alone and torch.cuda.is_available()
         return alone, f"cuda:{torch.cuda.current_device()}" if on_gpu else "cpu"
@@ -122,11 +124,10 @@ class VllmEngine(VllmBase):
     def _stop(self) -> None:
         self._fail(UsageError(f"{self.gate.who} was closed"))
         self._idle.set()
-        workers = children()
         self._engine.engine_core.shutdown()
         self._engine.renderer.shutdown()
         self._engine = None
-        forget(workers)
+        forget(self._children)
 
     def _step(self) -> list[Any]:
         """One step of vLLM; returns outputs that belong to no response."""
