@@ -7,9 +7,7 @@ and ranks *add up* to the loss of the whole batch, however it is split.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -155,12 +153,3 @@ def value_share(
         clipped = terms.clipped & counted
         statistics = {"tokens": counted.sum(), "clipped": clipped.sum(), "error": error.sum()}
     return share, {name: value.to(values.dtype) for name, value in statistics.items()}
-
-
-def padded(rows: list[np.ndarray[Any, Any]], *, fill: float = 0.0) -> Tensor:
-    """Stack an array per episode into a tensor ``[episodes, longest]``, with ``fill`` after the end of each."""
-    longest = max(map(len, rows), default=0)
-    matrix = np.full((len(rows), longest), fill, dtype=rows[0].dtype if rows else np.float32)
-    for row, values in enumerate(rows):
-        matrix[row, : len(values)] = values
-    return torch.from_numpy(matrix)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path as FilePath
@@ -16,8 +15,6 @@ __all__ = ["BasicSearch", "OptunaSearch", "Search"]
 
 NUMBER = "rlmesh_trial"
 """Name of the attribute in which a trial of an Optuna study keeps the number of its `Trial`."""
-
-logger = logging.getLogger(__name__)
 
 
 class Search(Protocol):

@@ -36,7 +36,7 @@ from rlmesh.rl.engines.prompts import checked_params, checked_rows, end_tokens, 
 from rlmesh.rl.engines.rollout import OnTokens, PauseMode, Sample, SamplingParams, SleepLevel
 from rlmesh.rl.engines.sleeping_sink import SleepingSink
 
-__all__ = ["TransformersEngine", "sample_batch"]
+__all__ = ["TransformersEngine"]
 
 GATE_S = 0.2
 """Seconds after which a wait for the gate is interrupted, to check for requests that were given up."""
@@ -397,28 +397,3 @@ class TransformersEngine:
         if self._asleep is not None:
             raise WeightsNotReady(f"{self.gate.who} sleeps (level {self._asleep}): call wake() first")
         return self.gate.serving(timeout_s)
-
-
-def sample_batch(
-    model: Any, prompts: Sequence[Sequence[int]], params: SamplingParams, *, stop_token_ids: Sequence[int],
-    pad_token_id: int = 0, max_batch: int = 64, tokenizer: Any = None,
-) -> list[Sample]:  # fmt: skip
-    """Continue each prompt, on the calling thread and without an engine.
-
-    Args:
-        model: a causal language model of transformers.
-        stop_token_ids: tokens that end a response, besides those of ``params``.
-        max_batch: the most responses that are sampled together.
-        tokenizer: a tokenizer, for stop texts.
-    """
-    checked_params(params, can_decode=tokenizer is not None)
-    decode = None if tokenizer is None else decoder(tokenizer)
-    checked = checked_rows(prompts, vocabulary_of(model), what="prompt")
-    rows = [Growing(prompt, params, row, decode) for row, prompt in enumerate(checked)]
-    batch = ContinuousBatch(model, stop_token_ids=stop_token_ids, pad=pad_token_id, most_rows=max_batch)
-    waiting = deque(rows)
-    while waiting or batch.rows:
-        while waiting and batch.room:
-            batch.add(waiting.popleft())
-        batch.step(0)
-    return [row.sample() for row in rows]

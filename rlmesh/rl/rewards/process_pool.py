@@ -8,7 +8,6 @@ pool is pebble's (``pip install rlmesh[rewards]``).
 from __future__ import annotations
 
 import ctypes
-import logging
 import multiprocessing
 import resource
 import signal
@@ -26,8 +25,6 @@ from rlmesh.rl.rewards.outcomes import to_outcome, to_outcomes
 from rlmesh.rl.types import Failed, Outcome
 
 __all__ = ["PROCESS_DIED", "ScoringPool"]
-
-logger = logging.getLogger(__name__)
 
 PROCESS_DIED = "the scorer's process ended"
 """Beginning of the reason of a `Failed` whose cause is the death of the scoring process."""

@@ -35,7 +35,6 @@ PROCESS_BYTES = {"cpu": 500 * 2**20, "cuda": 600 * 2**20}
 """Memory of a process of torch without any tensor: libraries on a CPU, the context and its kernels on a GPU."""
 HEADROOM = 0.92
 """The usable share of a device's memory; the rest is for fragmentation and workspaces of kernels."""
-FLOAT32 = 4
 
 
 @dataclass(frozen=True)

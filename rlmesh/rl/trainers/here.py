@@ -48,8 +48,6 @@ __all__ = ["NO_MEMBERS", "MetricsLink", "RoleHere", "one_rank_each", "roles_here
 
 logger = logging.getLogger(__name__)
 
-ROLES = ("ACTOR", "CRITIC")
-
 
 def run_here(run: Run, run_dir: Path, name: str) -> RunResult:
     """Carry out a run in this process; see `Run.here`."""

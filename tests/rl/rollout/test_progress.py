@@ -28,7 +28,7 @@ class Samples(SamplingRole):
         self.begun, self.ends = threading.Event(), threading.Event()
 
     @rpc
-    def sample_in_turn(self) -> bool:
+    def wait_for_end(self) -> bool:
         self.begun.set()
         return self.ends.wait(HANG_S)
 
@@ -50,7 +50,7 @@ def test_a_busy_member_says_that_it_samples_on() -> None:
                 runtime.set_address_book(AddressBook(1, book))
             settle(*started)
             group: RoleGroup[Any] = RoleGroup("ROLLOUT", runtime=caller)
-            answer = group[0].call("sample_in_turn")
+            answer = group[0].call("wait_for_end")
             assert members[0].begun.wait(HANG_S)
             before = progress_of(group)
             assert list(before) == [0]

@@ -123,7 +123,7 @@ class EpisodeMaker:
         )  # fmt: skip
         await endpoint.start()
         self._endpoint = endpoint
-        # OpenAI's client takes its key from the environment, so an agent needs only a base URL. A user's own key is #
+        # OpenAI's client takes its key from the environment, so an agent needs only a base URL. A user's own key is
         # kept, for other clients of this process, and is accepted at the URLs of episodes too.
         if not own:
             os.environ[KEY] = endpoint.api_key

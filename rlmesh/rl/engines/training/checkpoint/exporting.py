@@ -17,9 +17,7 @@ from rlmesh.rl.engines.training import ranks
 FILE_BYTES = 2 << 30
 
 
-def write_safetensors(
-    folder: Path, source: WeightSource, model: nn.Module, rank: int, *, file_bytes: int = FILE_BYTES
-) -> None:
+def write_safetensors(folder: Path, source: WeightSource, model: nn.Module, rank: int) -> None:
     """Write all weights (tied ones once), and the model's configuration if it has one.
 
     ``folder`` appears, or is replaced, when all files are complete. Collective; rank 0 writes, and holds the tensors of
@@ -28,7 +26,7 @@ def write_safetensors(
     Raises:
         OSError: on every rank, if rank 0 could not write.
     """
-    _write(folder, source, model, rank, file_bytes, "model")
+    _write(folder, source, model, rank, FILE_BYTES, "model")
 
 
 def write_adapter(folder: Path, source: WeightSource, model: nn.Module, rank: int) -> None:
