@@ -18,6 +18,7 @@ from rlmesh.errors import UsageError
 from rlmesh.rl.checkpoints.state import restore_states, seed_generators
 from rlmesh.rl.checkpoints.store import checkpoint_folder, read_checkpoint
 from rlmesh.rl.drift import DriftAlarm
+from rlmesh.rl.engines.weight_parts import owned_names
 from rlmesh.rl.reading.lone_roles import lone_roles
 from rlmesh.rl.reading.recorded import recorded_groups, recorded_total
 from rlmesh.rl.reading.steps import read_steps
@@ -151,7 +152,7 @@ def _checkpoint_before(run_dir: Path, step: int) -> int:
 def _weights_of(actor: RoleHere) -> dict[str, torch.Tensor]:
     role: TrainedRole = actor.object
     source = role.engine.named_tensors()
-    names = [spec.name for spec in source.manifest() if spec.alias_of is None]
+    names = owned_names(source.manifest())
     with source.gather(names) as tensors:
         return {name: tensors[name].detach().cpu().clone() for name in names}
 

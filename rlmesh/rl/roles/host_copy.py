@@ -11,6 +11,7 @@ from torch import Tensor
 from rlmesh import Manifest, WeightSource
 from rlmesh.errors import UsageError
 from rlmesh.rl.engines.rollout import RolloutEngine
+from rlmesh.rl.engines.weight_parts import names_in_parts
 
 __all__ = ["HostCopy"]
 
@@ -39,7 +40,7 @@ class HostCopy:
     def take(self) -> None:
         """Copy the weights. Collective: all ranks call it, while their training engines are awake."""
         self._manifest = self._source.manifest()
-        for names in self._buckets():
+        for names in names_in_parts(self._manifest, BUCKET_BYTES):
             with self._source.gather(names) as tensors:
                 for name in names:
                     self._copy(name, tensors[name])
@@ -53,19 +54,6 @@ class HostCopy:
             kept = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
             self._tensors[name] = kept
         kept.copy_(tensor, non_blocking=True)
-
-    def _buckets(self) -> Iterator[list[str]]:
-        names: list[str] = []
-        size = 0
-        for spec in self._manifest:
-            if spec.alias_of is None:
-                names.append(spec.name)
-                size += spec.nbytes
-                if size >= BUCKET_BYTES:
-                    yield names
-                    names, size = [], 0
-        if names:
-            yield names
 
     # The methods of a `WeightSource`.
 
@@ -92,7 +80,7 @@ class HostCopy:
             tied: dict[str, list[str]] = {}
             for spec in self._manifest:
                 tied.setdefault(self._manifest.owner(spec.name).name, []).append(spec.name)
-            for names in self._buckets():
+            for names in names_in_parts(self._manifest, BUCKET_BYTES):
                 sink.stage({name: self._tensors[own] for own in names for name in tied[own]}, keep=False)
             sink.flip(version)
         except BaseException:

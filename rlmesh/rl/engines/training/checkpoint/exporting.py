@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ from torch import nn
 
 from rlmesh import WeightSource
 from rlmesh.rl.engines.training import ranks
+from rlmesh.rl.engines.weight_parts import names_in_parts
 
 FILE_BYTES = 2 << 30
 
@@ -42,7 +42,7 @@ def write_adapter(folder: Path, source: WeightSource, model: nn.Module, rank: in
 def _write(folder: Path, source: WeightSource, model: nn.Module, rank: int, file_bytes: int, stem: str) -> None:
     aside = folder.with_name(f".{folder.name}.tmp")
     fault = None
-    groups = list(_files(source.manifest(), file_bytes))
+    groups = list(names_in_parts(source.manifest(), file_bytes)) or [[]]
     for index, names in enumerate(groups):
         with source.gather(names) as tensors:
             if rank == 0 and fault is None:
@@ -52,20 +52,6 @@ def _write(folder: Path, source: WeightSource, model: nn.Module, rank: int, file
     fault = ranks.from_first(fault)
     if fault is not None:
         raise OSError(f"{folder} could not be written: {fault}")
-
-
-def _files(manifest: Any, most: int) -> Iterator[list[str]]:
-    names: list[str] = []
-    size = 0
-    for spec in manifest:
-        if spec.alias_of is not None:
-            continue
-        if names and size + spec.nbytes > most:
-            yield names
-            names, size = [], 0
-        names.append(spec.name)
-        size += spec.nbytes
-    yield names
 
 
 def _attempt(work: Any) -> str | None:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from rlmesh import ZeroSource
+from rlmesh.rl.engines.weight_parts import owned_names
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 PART_BYTES = 256 << 20
@@ -82,14 +83,13 @@ def _copy(tensor: Tensor) -> Tensor:
 
 def _trained(source: ZeroSource) -> dict[str, Any]:
     """The parameters of the optimizer by name; tied ones occur once."""
-    owned = [spec.name for spec in source.manifest() if spec.alias_of is None]
+    owned = owned_names(source.manifest())
     return {name: source.tensors[name] for name in owned if source.tensors[name].requires_grad}
 
 
 def _others(source: ZeroSource, frozen: bool) -> list[str]:
     """Buffers and, if ``frozen``, parameters that are not trained."""
-    owned = [spec.name for spec in source.manifest() if spec.alias_of is None]
-    others = [name for name in owned if not source.tensors[name].requires_grad]
+    others = [name for name in owned_names(source.manifest()) if not source.tensors[name].requires_grad]
     return others if frozen else [name for name in others if not isinstance(source.tensors[name], nn.Parameter)]
 
 
