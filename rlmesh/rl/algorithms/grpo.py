@@ -182,7 +182,7 @@ class GRPO(Algorithm):
             "rloo": lambda: by_group.rloo(rewards, groups, valid=valid),
             "opo": lambda: by_group.opo(rewards, groups, batch.lengths, valid=valid),
             "pass_at_k": lambda: by_group.pass_at_k(rewards > 0, groups, k=self.k, valid=valid),
-            "remax": lambda: by_group.remax(rewards, _given(batch.greedy_rewards, "greedy rewards"), valid=valid),
+            "remax": lambda: by_group.remax(rewards, batch.required("greedy_rewards"), valid=valid),
             "reinforce++": lambda: by_group.reinforce_plus_plus_baseline(rewards, groups, batch.mask, valid=valid),
         }
         return ways[self.advantage]()
@@ -240,9 +240,3 @@ def overlong_penalty(lengths: Tensor, most: int, before: int) -> Tensor:
         lengths: ``[episodes]``.
     """
     return ((lengths.double() - (most - before)) / before).clamp(0, 1)
-
-
-def _given(tensor: Tensor | None, name: str) -> Tensor:
-    if tensor is None:
-        raise ValueError(f"the batch has no {name}, which this algorithm needs")
-    return tensor

@@ -141,10 +141,8 @@ class PPO(_TokenLevel):
         from rlmesh.rl.advantages import gae
         from rlmesh.rl.masking import masked_whiten
 
-        if batch.values is None:
-            raise ValueError("the batch has no values, which PPO needs: give the run a critic")
         mask = batch.usable
-        advantages, returns = gae(rewards, batch.values.double(), mask, gamma=self.gamma, lam=self.lam)
+        advantages, returns = gae(rewards, batch.required("values").double(), mask, gamma=self.gamma, lam=self.lam)
         return (masked_whiten(advantages, mask) if self.whiten else advantages), returns
 
 

@@ -91,11 +91,19 @@ class Evaluated:
     @property
     def given_log_probs(self) -> Tensor:
         """``log_probs``, for an algorithm that reads them."""
-        if self.log_probs is None:
-            raise ValueError(
-                "the batch has no log-probabilities of the trainer: reads_log_probs of the algorithm must be True"
-            )
-        return self.log_probs
+        return self.required("log_probs")
+
+    def required(self, name: str) -> Tensor:
+        """The tensor of this name, for an algorithm that needs it.
+
+        Raises:
+            ValueError: the batch has none.
+        """
+        found: Tensor | None = getattr(self, name)
+        if found is None:
+            asks = "reads_log_probs" if name == "log_probs" else "needs"
+            raise ValueError(f"the batch has no {name}: {asks} of the algorithm must ask for it")
+        return found
 
     @property
     def lengths(self) -> Tensor:

@@ -6,7 +6,6 @@ import asyncio
 import logging
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -63,13 +62,10 @@ class Rewards:
         required: bool = True,
     ) -> None:
         names = [reward.name for reward in rewards]
-        twice = {name for name in names if names.count(name) > 1}
-        if (required and not rewards) or twice:
-            raise UsageError(
-                f"two rewards are named {', '.join(sorted(twice))}: give Reward(…, name=…)"
-                if twice
-                else "no reward given"
-            )
+        if twice := {name for name in names if names.count(name) > 1}:
+            raise UsageError(f"two rewards are named {', '.join(sorted(twice))}: give Reward(…, name=…)")
+        if required and not rewards:
+            raise UsageError("no reward given")
         self.rewards = {reward.name: reward for reward in rewards}
         self._weights = {reward.name: reward.weight for reward in rewards}
         self.tokenizer, self.examine, self._group = tokenizer, examine, group
@@ -123,8 +119,7 @@ class Rewards:
     def outcomes(self, responses: Sequence[Response], rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Outcome]]:
         """For each response, the outcome of each reward by its name."""
         found: list[dict[str, Outcome]] = [{} for _ in responses]
-        pending: list[tuple[str, list[int], Future[Any]]] = []
-        models: list[tuple[str, list[int], Callable[[], list[Outcome]]]] = []
+        pending: list[tuple[str, list[int], Callable[[], Any]]] = []
         coroutines: list[tuple[Reward, list[int], dict[str, Any]]] = []
         for reward in self.rewards.values():
             places = [i for i, row in enumerate(rows) if reward.scores(row)]
@@ -133,7 +128,7 @@ class Rewards:
             if isinstance(reward, RewardModel):
                 if places:
                     wait = reward.start([responses[i] for i in places], [rows[i] for i in places], self._group)
-                    models.append((reward.name, places, wait))
+                    pending.append((reward.name, places, wait))
                 continue
             for part in [places] if reward.batched and places else [[i] for i in places]:
                 arguments = reward.arguments([responses[i] for i in part], [rows[i] for i in part])
@@ -144,18 +139,15 @@ class Rewards:
                         self._here(reward, part, arguments, found)
                 elif reward.batched:
                     batch = self._pool(reward.timeout_s).submit_batch(reward.name, len(part), **arguments)
-                    pending.append((reward.name, part, batch))
+                    pending.append((reward.name, part, batch.result))
                 else:
                     one = self._pool(reward.timeout_s).submit(reward.name, **arguments)
-                    pending.append((reward.name, part, one))
+                    pending.append((reward.name, part, one.result))
         if coroutines:
             asyncio.run(self._together(coroutines, found))
-        for name, places, running in pending:
-            result = running.result()
+        for name, places, wait in pending:
+            result = wait()
             for place, outcome in zip(places, result if isinstance(result, list) else [result], strict=True):
-                found[place][name] = outcome
-        for name, places, wait in models:
-            for place, outcome in zip(places, wait(), strict=True):
                 found[place][name] = outcome
         return [{name: each[name] for name in self.rewards} for each in found]
 
@@ -203,7 +195,7 @@ class Rewards:
             value = reward.function(**arguments)
         except Exception as error:
             logger.warning("reward %r failed on %d responses", reward.name, len(places), exc_info=True)
-            value = [Failed(f"{type(error).__name__}: {error}")] * len(places) if reward.batched else _failed(error)
+            value = [_failed(error)] * len(places) if reward.batched else _failed(error)
         _put(reward, places, value, found)
 
     @staticmethod
