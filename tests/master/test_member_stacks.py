@@ -36,7 +36,7 @@ class _Peer:
     async def call(self, method: str, *args: Any) -> Any:
         if method != "methods":
             self.asked.append((method, *args))
-        if self._answer is None or self._answer is METHODS and method != "methods":
+        if self._answer is None or (self._answer is METHODS and method != "methods"):
             raise CallTimeout("no answer came")
         return self._answer(*args) if callable(self._answer) else self._answer
 

@@ -28,6 +28,10 @@ class SACConfig(OffPolicyConfig):
     changed_defaults: ClassVar = {"lr": 1e-3, "num_steps_sampled_before_learning_starts": 500}
 
     def learner_class(self) -> type[Learner]:
+        if self._uses_memory():
+            from rlmesh.envs.learners.recurrent.continuous import RecurrentSACLearner
+
+            return RecurrentSACLearner
         from rlmesh.envs.learners.sac import SACLearner
 
         return SACLearner
@@ -67,6 +71,10 @@ class TD3Config(OffPolicyConfig):
     changed_defaults: ClassVar = {"lr": 1e-3, "num_steps_sampled_before_learning_starts": 500}
 
     def learner_class(self) -> type[Learner]:
+        if self._uses_memory():
+            from rlmesh.envs.learners.recurrent.continuous import RecurrentTD3Learner
+
+            return RecurrentTD3Learner
         from rlmesh.envs.learners.td3 import TD3Learner
 
         return TD3Learner

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from rlmesh.envs.algorithms.off_policy import SEQUENCES, OffPolicy, OffPolicyConfig
+from rlmesh.envs.algorithms.off_policy import OffPolicy, OffPolicyConfig
 from rlmesh.envs.learners.schedule import schedule_problem
 
 if TYPE_CHECKING:
@@ -24,9 +24,8 @@ class DQNConfig(OffPolicyConfig):
     ``tau``                         share by which the target then moves to the network; 1 copies it
     ==============================  ===============================================================================
 
-    With ``rl_module(model_config={"use_lstm": True})``, and ``"SequenceReplayBuffer"`` as the type of the buffer, DQN
-    learns from sequences of ``max_seq_len`` steps; see `rlmesh.envs.learners.recurrent_dqn`. ``train_batch_size`` is
-    then rounded up to whole sequences.
+    With ``use_lstm`` or ``use_attention`` in the ``model_config``, and ``"SequenceReplayBuffer"`` as the type of the
+    buffer, DQN learns from sequences of ``max_seq_len`` steps; see `rlmesh.envs.learners.recurrent.dqn`.
     """
 
     algo_class: ClassVar = "rlmesh.envs.algorithms.dqn.DQN"
@@ -40,24 +39,13 @@ class DQNConfig(OffPolicyConfig):
     }  # fmt: skip
 
     def learner_class(self) -> type[Learner]:
-        if self._uses_lstm():
-            from rlmesh.envs.learners.recurrent_dqn import RecurrentDQNLearner
+        if self._uses_memory():
+            from rlmesh.envs.learners.recurrent.dqn import RecurrentDQNLearner
 
             return RecurrentDQNLearner
         from rlmesh.envs.learners.dqn import DQNLearner
 
         return DQNLearner
-
-    def _uses_lstm(self) -> bool:
-        return bool({**self._values["model"], **self._values["model_config"]}.get("use_lstm"))
-
-    def _sequence_problems(self) -> list[str]:
-        if self._uses_lstm() == self._replays_sequences():
-            return []
-        return [
-            f"use_lstm and replay_buffer_config={{'type': {SEQUENCES!r}}} belong together: a module with memory learns "
-            "from sequences; set both or none"
-        ]
 
     def policy_config(self) -> dict[str, Any]:
         from rlmesh.envs.modules.q_module import QModule

@@ -44,12 +44,12 @@ class OffPolicyConfig(AlgorithmConfig):
     ============================================  ====================================================================
     ``replay_buffer_config``                      ``type`` (``"ReplayBuffer"`` or ``"PrioritizedReplayBuffer"``),
                                                   ``capacity`` in steps; with priorities ``alpha``, ``beta``, ``eps``;
-                                                  for DQN with ``use_lstm`` ``"SequenceReplayBuffer"``, with
-                                                  ``replay_burn_in``, the steps before the ``max_seq_len`` learnt ones
+                                                  with ``use_lstm`` or ``use_attention`` ``"SequenceReplayBuffer"``,
+                                                  with ``replay_burn_in``, the steps before the ``max_seq_len`` ones
     ``n_step``                                    steps of a transition
     ``num_steps_sampled_before_learning_starts``  steps of environments before the first update
     ``training_intensity``                        replayed rows per sampled step; None: one update per training step
-    ``train_batch_size``                          rows of an update
+    ``train_batch_size``                          rows of an update; with memory, rounded up to whole sequences
     ``rollout_fragment_length``                   steps of each environment per training step
     ============================================  ====================================================================
     """
@@ -88,9 +88,16 @@ class OffPolicyConfig(AlgorithmConfig):
         return found
 
     def _sequence_problems(self) -> list[str]:
-        if not self._replays_sequences():
+        if self._uses_memory() == self._replays_sequences():
             return []
-        return [f"replay_buffer_config: the type {SEQUENCES!r} is for DQN with use_lstm"]
+        return [
+            f"use_lstm or use_attention, and replay_buffer_config={{'type': {SEQUENCES!r}}}, belong together: a module "
+            "with memory learns from sequences; set both or none"
+        ]
+
+    def _uses_memory(self) -> bool:
+        model = {**self._values["model"], **self._values["model_config"]}
+        return bool(model.get("use_lstm") or model.get("use_attention"))
 
     def _replays_sequences(self) -> bool:
         config = self._values["replay_buffer_config"]

@@ -69,6 +69,9 @@ class ObservationRows:
             return
         if type(observation) is not np.ndarray:
             observation = np.asarray(observation)
+        if observation.shape == self.shape and observation.dtype is self.dtype:
+            out[index] = observation
+            return
         if observation.shape != self.shape:
             raise UsageError(
                 f"an observation has shape {observation.shape}, its space {self.shape}: the environment returns "

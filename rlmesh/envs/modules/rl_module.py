@@ -16,7 +16,7 @@ from rlmesh.envs.modules.distributions import (
     GaussianActions,
     distribution_of,
 )
-from rlmesh.envs.modules.encoders import LogStdColumns, encoder_of, is_image, mlp
+from rlmesh.envs.modules.encoders import LogStdColumns, encoder_of, initialize, is_image, mlp
 from rlmesh.envs.modules.recurrent import ATTENTION_DEFAULTS, LSTM_DEFAULTS, memory_of
 from rlmesh.errors import UsageError
 
@@ -29,11 +29,20 @@ MODEL_DEFAULTS: dict[str, Any] = {
     "conv_features": 512,
     "vf_share_layers": None,
     "log_std_init": 0.0,
+    "initializer": "orthogonal",
 }
-"""Settings of the built-in modules. ``vf_share_layers=None``: only convolutions are shared by policy and value."""
+"""Settings of the built-in modules. ``vf_share_layers=None``: only convolutions are shared by policy and value.
+
+``initializer`` is of linear layers and convolutions: ``"orthogonal"``, with gain √2 in hidden layers, 0.01 before
+actions and values of actions, and zero biases; or ``"torch"``, torch's own, which RLlib uses.
+"""
 NOT_THERE: dict[str, str] = dict.fromkeys(
     ("attention_use_n_prev_actions", "attention_use_n_prev_rewards", "lstm_use_prev_action", "lstm_use_prev_reward"),
-    "the policy sees observations alone; a wrapper of the environment can put the last action and reward into them",
+    "the policy sees observations alone; a wrapper of the environment can put the last action and reward into them. "
+    "Leave the key out",
+) | dict.fromkeys(
+    ("fcnet_kernel_initializer", "head_fcnet_kernel_initializer", "conv_kernel_initializer"),
+    "one setting is for all layers: initializer='torch', RLlib's default, or 'orthogonal'",
 )
 """Settings of RLlib without a counterpart, and the reason."""
 
@@ -81,7 +90,7 @@ class RLModule(nn.Module):
         """
         wrong = next((key for key in given or {} if key not in cls.known_settings), None)
         if wrong in NOT_THERE:
-            raise UsageError(f"model_config {wrong!r}: {NOT_THERE[wrong]}. Leave the key out")
+            raise UsageError(f"model_config {wrong!r}: {NOT_THERE[wrong]}")
         if wrong is not None:
             raise UsageError(f"model_config has no key {wrong!r}.{did_you_mean(wrong, cls.known_settings)}")
         return {**cls.known_settings, **(given or {})}
@@ -166,10 +175,11 @@ class ActorCriticModule(RLModule):
             self.policy_head = nn.Sequential(*means, LogStdColumns(distribution.dim, config["log_std_init"]))
         else:
             self.policy_head = mlp([width, distribution.size], "tanh", last_gain=0.01)
-            if log_stds := list(distribution.log_std_inputs):  # of Box parts of composed actions
-                with torch.no_grad():
-                    self.policy_head[-1].bias[log_stds] = config["log_std_init"]  # type: ignore[operator]
         self.value_head = mlp([width, 1], "tanh", last_gain=1.0)
+        initialize(self, config["initializer"])
+        if isinstance(self.policy_head[-1], nn.Linear) and distribution.log_std_inputs:  # Box parts of composed actions
+            with torch.no_grad():
+                self.policy_head[-1].bias[list(distribution.log_std_inputs)] = config["log_std_init"]
 
     def get_initial_state(self) -> dict[str, torch.Tensor]:
         return {} if self.memory is None else self.memory.initial_state()

@@ -11,6 +11,7 @@ import numpy as np
 
 from rlmesh.envs.batches.multi_agent_batch import MultiAgentBatch
 from rlmesh.envs.environments.local_vector import EMPTY_INFO
+from rlmesh.envs.multi_agent.connectors import AgentConnectors
 from rlmesh.envs.multi_agent.environment import ALL
 from rlmesh.envs.multi_agent.policies import AgentEpisode, PolicyMapping
 from rlmesh.envs.multi_agent.rows import AgentTrack, PolicyRows
@@ -33,6 +34,7 @@ class EpisodeBook:
         size: number of environments.
         first_id: the first number of a trajectory.
         runner: the runner, for the mapping and for error texts.
+        connectors: of the policies.
         infos: keep infos.
 
     Attributes:
@@ -40,12 +42,12 @@ class EpisodeBook:
     """
 
     def __init__(
-        self, rows: Mapping[str, PolicyRows], mapping: PolicyMapping, size: int, first_id: int, runner: Any, *,
-        infos: bool,
+        self, rows: Mapping[str, PolicyRows], mapping: PolicyMapping, size: int, first_id: int, runner: Any,
+        connectors: AgentConnectors, *, infos: bool,
     ) -> None:  # fmt: skip
         self.rows, self.mapping, self._runner, self._infos = dict(rows), mapping, runner, infos
         self.running: list[RunningEpisode | None] = [None] * size
-        self._next_id = first_id
+        self._next_id, self._connectors = first_id, connectors
 
     def clear(self) -> None:
         """Forget all rows whose results are missing."""
@@ -100,7 +102,7 @@ class EpisodeBook:
             if not (terminated or truncated or there):
                 continue
             if there:
-                track.observation = self._row(i, track, observations[agent_id])
+                track.observation = self._row(i, track, observations[agent_id], is_last=terminated or truncated)
             elif not terminated and track.row >= 0:
                 raise UsageError(
                     f"{self._place(i)}: agent {agent_id!r} was truncated without an observation of it: return its last "
@@ -181,13 +183,20 @@ class EpisodeBook:
     def _join(self, running: RunningEpisode, agent_id: Any, observation: Any) -> AgentTrack:
         policy_id = self.mapping(agent_id, running, self._runner)
         track = AgentTrack(agent_id, policy_id, len(running.tracks), self._new_id(), np.zeros(0))
-        track.observation = self._row(running.env_id, track, observation)
+        if self._connectors:
+            alive = (each for other in self.running if other is not None for each in other.tracks.values())
+            taken = {each.place for each in alive if each.policy_id == policy_id and not each.done}
+            track.place = self._connectors.free_place(policy_id, taken)
+        track.observation = self._row(running.env_id, track, observation, is_first=True)
         track.total = running.early.pop(agent_id, 0.0)
         running.tracks[agent_id] = track
         running.policies[agent_id] = policy_id
         return track
 
-    def _row(self, i: int, track: AgentTrack, observation: Any) -> np.ndarray:
+    def _row(
+        self, i: int, track: AgentTrack, observation: Any, *, is_first: bool = False, is_last: bool = False
+    ) -> np.ndarray:
+        """An observation of an agent, as its policy gets it."""
         form = self.rows[track.policy_id].observations
         row = form.empty(1)
         form.write(row, 0, observation)
@@ -196,6 +205,10 @@ class EpisodeBook:
             raise FloatingPointError(
                 f"{self._place(i)} gave agent {track.agent_id!r} an observation with NaN or infinity"
             )
+        if self._connectors and is_last:
+            row = self._connectors.last(track.policy_id, track.place, row)
+        elif self._connectors:
+            row = self._connectors.observe(track.policy_id, track.place, row, first=is_first)
         found: np.ndarray = row[0]
         return found
 

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Any
 
 from rlmesh.envs.environments.local_vector import close_broken
+from rlmesh.envs.multi_agent.env_process import EnvProcess
 from rlmesh.envs.multi_agent.environment import MultiAgentEnv
-from rlmesh.envs.multi_agent.pettingzoo_env import multi_agent_env_of
+from rlmesh.envs.multi_agent.pettingzoo_env import several_agents_env
 from rlmesh.errors import UsageError
 
 __all__ = ["MultiAgentVector"]
 
 
 class MultiAgentVector:
-    """Environments that a runner steps one after the other.
+    """Environments of a runner: it steps those of this process one after the other, those of others all at once.
 
     Args:
         make: makes environment ``index`` of the runner.
@@ -35,14 +37,7 @@ class MultiAgentVector:
         self.starts, self._failures, self._begun = [0] * size, [0] * size, [False] * size
 
     def _made(self, i: int) -> MultiAgentEnv:
-        env = self._make(i)
-        found = multi_agent_env_of(env)
-        if found is None:
-            raise UsageError(
-                f"multi_agent(…): the environment {env} has one agent; several agents act in a "
-                "MultiAgentEnv or an environment of PettingZoo (make_multi_agent gives several agents copies of it)"
-            )
-        return found
+        return several_agents_env(self._make(i))
 
     def reset(self, i: int) -> tuple[Any, Any]:
         """Begin an episode; observations and infos by agent. A broken environment is made again first."""
@@ -58,6 +53,18 @@ class MultiAgentVector:
                 return observations, infos
             except Exception as error:
                 self._remake(i, error)
+
+    def begin_steps(self, actions: Mapping[int, dict[Any, Any]]) -> None:
+        """Let environments in other processes begin their steps.
+
+        Args:
+            actions: by environment, as `step` will get them.
+        """
+        for i, each in actions.items():
+            env = self.envs[i]
+            if isinstance(env, EnvProcess):
+                with suppress(ChildProcessError):  # then the step raises it
+                    env.begin_step(each)
 
     def step(self, i: int, actions: dict[Any, Any]) -> tuple[Any, Any, Any, Any, Any] | None:
         """The results of a step, dicts by agent; None if the environment broke, and was made again."""

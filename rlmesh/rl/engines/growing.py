@@ -7,6 +7,7 @@ engine ends its request and starts another one, whose prompt includes the tokens
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
@@ -68,6 +69,8 @@ class Growing:
         self.kept_log_mass: list[float] = []
         self.spans = VersionSpans()
         self.finish_reason: FinishReason | None = None
+        self.ends_at = math.inf
+        """The time at which the time limit ends the response; infinite before its first token, and without a limit."""
 
     @property
     def context(self) -> list[int]:
@@ -115,6 +118,11 @@ class Growing:
         self.spans.add(version, count)
         if self.on_tokens is not None and count:
             self.on_tokens(tokens[:count], log_probs[:count])
+
+    def begin_time(self, now: float) -> None:
+        """Let the time limit count from now on, in seconds, unless it does so already."""
+        if self.params.time_limit_s is not None and self.ends_at == math.inf:
+            self.ends_at = now + self.params.time_limit_s
 
     def finish(self, reason: FinishReason) -> None:
         self.finish_reason = reason

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from concurrent.futures import Future
 from dataclasses import dataclass
 
@@ -39,8 +38,6 @@ class PendingSample:
 
     growing: Growing
     future: Future[Sample]
-    ends_at: float = math.inf
-    """Time at which its time limit ends it; infinite without a limit, and before its first token."""
 
     def finish(self) -> None:
         if self.future.set_running_or_notify_cancel():

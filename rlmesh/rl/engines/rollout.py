@@ -64,7 +64,7 @@ class SamplingParams:
             another policy than the trainer's: correct its samples (:mod:`rlmesh.rl.correction`).
         stop: texts that end a response, with the token that completes one. The engine needs a tokenizer for them.
         time_limit_s: seconds, from its first token on, after which a response ends with the tokens that it has; None:
-            no limit. Some engines do not support it, and raise `UsageError`.
+            no limit. Pauses count.
     """
 
     max_tokens: int

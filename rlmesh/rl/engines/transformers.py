@@ -235,11 +235,11 @@ class TransformersEngine:
     def _end_late(self) -> None:
         """End the responses that have reached their time limits."""
         now = self._clock()
-        for request in [request for request in self._running.values() if request.ends_at <= now]:
+        for request in [request for growing, request in self._running.items() if growing.ends_at <= now]:
             self._take_out(request)
             request.growing.finish("time")
             request.finish()
-        self._soonest = min((request.ends_at for request in self._running.values()), default=math.inf)
+        self._soonest = min((growing.ends_at for growing in self._running), default=math.inf)
 
     def _take_out(self, request: PendingSample) -> None:
         del self._running[request.growing]
@@ -301,9 +301,9 @@ class TransformersEngine:
                     self._batch.restart()
             while self._queue and self._batch.room:
                 request = self._queue.popleft()
-                if (limit_s := request.growing.params.time_limit_s) is not None:
-                    request.ends_at = self._clock() + limit_s
-                    self._soonest = min(self._soonest, request.ends_at)
+                if request.growing.params.time_limit_s is not None:
+                    request.growing.begin_time(self._clock())
+                    self._soonest = min(self._soonest, request.growing.ends_at)
                 self._running[request.growing] = request
                 self._batch.add(request.growing)
         before = sum(len(growing.tokens) for growing in self._running)

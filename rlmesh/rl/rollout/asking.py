@@ -64,7 +64,7 @@ class EngineLoads:
         self._round_size, self._in_flight = round_size, in_flight
         self._loads: dict[int, _Load] = {}
         self._lost: list[list[GroupSlot]] = []
-        """Lost parts of the round, which must be requested again."""
+        """Parts of the round that must be requested again, or that no engine was free for."""
         self._numbers = itertools.count(1)
         self.waited_s = 0.0
         """Sum over the engines of the seconds for which they waited because the buffer was full."""
@@ -73,7 +73,7 @@ class EngineLoads:
         self._taken_at: float | None = None
 
     def serve(self, ranks: Sequence[int]) -> None:
-        """Note that these engines have the current weights, and may get groups."""
+        """Note that these engines have the current weights, and no others do."""
         for rank in ranks:
             self._loads.setdefault(rank, _Load()).up = True
         for rank in set(self._loads).difference(ranks):
@@ -132,12 +132,15 @@ class EngineLoads:
         parts = [part for lost in self._lost if (part := [slot for slot in lost if id(slot) in may])]
         found = list(zip(free, parts, strict=False))
         self._lost = parts[len(found) :]
-        if parts or suspects or self.busy:
+        if parts or suspects or self.busy or not free:
             return found
-        waiting = waiting[: self._round_size]
+        # As many parts as there are engines, so that the parts are the same if some have no weights.
+        waiting, engines = waiting[: self._round_size], len(self._loads)
         count = len(waiting)
-        cut = [waiting[count * n // len(free) : count * (n + 1) // len(free)] for n in range(len(free))]
-        return [(rank, part) for rank, part in zip(free, cut, strict=True) if part]
+        cut = [waiting[count * n // engines : count * (n + 1) // engines] for n in range(engines)]
+        parts = [part for part in cut if part]
+        self._lost = parts[len(free) :]
+        return list(zip(free, parts, strict=False))
 
     def _plan_each(self, up: dict[int, _Load], waiting: list[GroupSlot]) -> list[tuple[int, list[GroupSlot]]]:
         counts = {rank: len(load.busy) for rank, load in up.items()}

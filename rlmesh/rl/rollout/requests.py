@@ -54,7 +54,11 @@ class Engines(Protocol):
     """The interface of engines for a `Sampler`. Objects that play episodes with engines implement it too."""
 
     def ranks(self) -> Sequence[int]:
-        """The ranks of all engines, dead ones included."""
+        """The ranks of the engines that got the last push, as far as is known."""
+        ...
+
+    def returned(self) -> bool:
+        """True if engines are back that lack these weights, and can get them."""
         ...
 
     def ask(self, rank: int, requests: Sequence[GroupRequest]) -> Future[Any]:

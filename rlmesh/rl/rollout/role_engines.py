@@ -10,6 +10,7 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
+from rlmesh import RoleGroup, WeightSync
 from rlmesh.errors import (
     CallError,
     CallTimeout,
@@ -24,7 +25,7 @@ from rlmesh.rl.engines.rollout import SamplingParams
 from rlmesh.rl.rollout.requests import ErrorKind, GroupRequest
 from rlmesh.rl.types import Episode
 
-__all__ = ["LOST", "PUSHES", "OwnSampling", "RoleEngines", "kind_of", "progress_of", "push_to_all"]
+__all__ = ["LOST", "PUSHES", "OwnSampling", "RoleEngines", "kind_of", "progress_of", "push_to_all", "serving"]
 
 LOST = (PeerLost, StaleIncarnation, Restarting)
 """Errors of calls to a member whose process died or was replaced."""
@@ -43,18 +44,32 @@ class RoleEngines:
         group: the members.
         params: parameters of sampling; the seeds come with the requests.
         in_turn: True if the members share their devices with other roles, and take turns.
+        sync: pushes weights to the members; None: pushes go to all of them.
     """
 
-    def __init__(self, group: Any, params: SamplingParams, *, in_turn: bool) -> None:
-        self._group, self._params = group, params
+    def __init__(self, group: Any, params: SamplingParams, *, in_turn: bool, sync: WeightSync | None = None) -> None:
+        self._group, self._params, self._sync = group, params, sync
         self._method = "sample_in_turn" if in_turn else "sample"
 
     def ranks(self) -> Sequence[int]:
         ranks: Sequence[int] = self._group.ranks
-        return ranks
+        return ranks if self._sync is None else _served_ranks(self._group, self._sync)
+
+    def returned(self) -> bool:
+        return self._sync is not None and bool(self._sync.returned)
+
+    def place(self, rank: int) -> int:
+        """The place of a member in the group.
+
+        Raises:
+            WeightsNotReady: it restarts, or has restarted since the last push; a call to it would wait for its return.
+        """
+        if self._sync is not None and rank not in self.ranks():
+            raise WeightsNotReady(f"{self._group.role}:{rank} has restarted since the last push of weights")
+        return list(self._group.ranks).index(rank)
 
     def ask(self, rank: int, requests: Sequence[GroupRequest]) -> Future[Any]:
-        place = list(self._group.ranks).index(rank)
+        place = self.place(rank)
         bare = [replace(request, row={}) for request in requests]  # engines need no rows
         future: Future[Any] = self._group[place].call(self._method, bare, self._params)
         return future
@@ -69,9 +84,23 @@ class RoleEngines:
         return kind_of(error)
 
 
+def _served_ranks(group: Any, sync: WeightSync) -> tuple[int, ...]:
+    served = sync.served
+    return tuple(rank for rank in group.ranks if f"{group.role}:{rank}" in served)
+
+
+def serving(group: Any, sync: WeightSync) -> Any:
+    """The members of a role that serve the weights pushed last; all members if none does."""
+    ranks = _served_ranks(group, sync)
+    if not ranks or len(ranks) == len(group):
+        return group
+    return RoleGroup(group.role, ranks=ranks).options(idempotent=True)
+
+
 def progress_of(group: Any) -> dict[int, int]:
     """A counter per rank that changes while a member samples. Members that do not answer are left out."""
-    quick, found = group.options(idempotent=True, timeout_s=PROGRESS_S), {}
+    # Not idempotent, and without a queue: a member that restarts is not waited for.
+    quick, found = group.options(idempotent=False, queue=False, timeout_s=PROGRESS_S), {}
     asked = {rank: quick[place].call("tokens_sampled") for place, rank in enumerate(group.ranks)}
     for rank, answer in asked.items():
         with suppress(Exception):  # who waits only sees that nothing moves
@@ -150,6 +179,9 @@ class OwnSampling:
             episodes = iter(self._generate(prompts, seed))
         future.set_result([[next(episodes) for _ in request.seeds] for request in requests])
         return future
+
+    def returned(self) -> bool:
+        return False
 
     def episodes(self, result: Any) -> list[list[Episode]]:
         found: list[list[Episode]] = result

@@ -9,7 +9,7 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rlmesh import current_worker
+from rlmesh import WeightSync, current_worker
 from rlmesh.rl.checkpoints.changes import sampling_settings
 from rlmesh.rl.data.loader import PromptLoader, Prompts
 from rlmesh.rl.rewards.process_pool import PROCESS_DIED
@@ -179,7 +179,7 @@ def sum_of(prompts: Prompts) -> int:
     return found
 
 
-def role_engines(run: Run, group: Any, *, in_turn: bool) -> RoleEngines:
-    """The engines of a role, with the run's parameters of sampling."""
+def role_engines(run: Run, group: Any, *, in_turn: bool, sync: WeightSync | None = None) -> RoleEngines:
+    """The engines of a role, with the run's parameters of sampling; see `RoleEngines`."""
     kind = RoleEngines if EpisodePlan.of(run) is None else EpisodeEngines
-    return kind(group, run.rollout.params(greedy=False), in_turn=in_turn)
+    return kind(group, run.rollout.params(greedy=False), in_turn=in_turn, sync=sync)

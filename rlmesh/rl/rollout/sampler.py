@@ -6,8 +6,8 @@ has the rules of the order (`rlmesh.rl.rollout.buffer`). The rules for engines a
 * In a pipeline that drains, groups are requested in *rounds*: each engine gets an equal part of the groups in one
   request, and the next round begins when all parts have come and are scored. So responses do not depend on timing. In
   the asynchronous pipeline each group is a request of its own, to the engine with the fewest groups.
-* A group whose engine dies is requested again from another engine. An engine that died or has no weights gets groups
-  again after the next push.
+* A group whose engine dies is requested again from another engine. The engine that died gets groups once it has
+  weights: with the first push after its return, or at once if the training loop waits.
 * The groups that an engine was sampling when it crashed are *suspects*: each is sampled alone on an engine. If the
   engine crashes again, its suspect is to blame: the group fails, the run continues, and the other suspects of the first
   crash are cleared. So two crashes find the guilty group. A death from outside (SIGKILL, loss of a node) says less:
@@ -87,7 +87,7 @@ class Sampler:
         in_flight: groups that an engine samples at a time, in a pipeline that does not drain.
         background, deadline_s: sample while the loop trains; see the module.
         note: called with a sentence about each suspect or failed group, and about a long wait.
-        revive: pushes weights to engines that have none; called on the loop's thread when no other engine is left.
+        revive: pushes weights to engines that have none; called on the loop's thread while it waits for samples.
         clock: returns seconds.
     """
 
@@ -158,8 +158,7 @@ class Sampler:
 
     def await_idle(self) -> bool:
         """In a pipeline that drains, wait until the engines have nothing to do before the next push. False if an error,
-        a pause or the end of the run comes first. May be called from any thread; the training loop raises the
-        errors."""
+        a pause or the end of the run comes first. May be called from any thread."""
         with self._changed:
             generation = self._generation
             while self.pipeline.drains and self._background and not self._is_drained():
@@ -169,7 +168,7 @@ class Sampler:
             return generation == self._generation
 
     def advance(self, version: int) -> None:
-        """Continue to sample: all engines now serve ``version``."""
+        """Continue to sample: the engines now serve ``version``."""
         with self._changed:
             self._loads.serve(self._engines.ranks())
             self.buffer.advance(version)
@@ -297,11 +296,12 @@ class Sampler:
                     told = True
                     self._note(self._waits_for(what, TELL_S))
                 left_s = min(LOOK_S, (self._deadline_s if told else min(TELL_S, self._deadline_s)) - silent_s)
-                lifeless = revives and not self._loads.any_up and bool(self.buffer.askable())
-                if self._background and not lifeless:
+                lifeless = not self._loads.any_up and bool(self.buffer.askable())
+                lacking = revives and (lifeless or self._engines.returned())
+                if self._background and not lacking:
                     self._changed.wait(left_s)
                     continue
-            if lifeless:
+            if lacking:
                 self._revive()
                 self._silence.revived()
                 with self._changed:

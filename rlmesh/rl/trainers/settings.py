@@ -188,7 +188,6 @@ class RolloutSettings:
         threads: torch's threads in each engine; 0: torch's default.
         options: further keyword arguments of the engine.
         time_limit_s: seconds after which a response ends with the tokens that it has, and the reason ``time``; 0: none.
-            Engines of transformers only.
         in_flight: prompts that an engine samples at a time in an asynchronous pipeline; 0: as many as fit its batch.
         dynamic_sampling: leave groups out whose responses all have the same reward, and draw others, so that each step
             has ``batch_size`` groups to learn from.
@@ -227,8 +226,6 @@ class RolloutSettings:
             yield f"deadline_s={self.deadline_s} must be a number of seconds > 0"
         if self.time_limit_s >= self.deadline_s:
             yield f"deadline_s={self.deadline_s} must be > time_limit_s={self.time_limit_s}, the most of a response"
-        if self.time_limit_s and self.engine != "transformers":
-            yield f"time_limit_s={self.time_limit_s}: engine={self.engine!r} has none; limit max_tokens instead"
         if self.oversampling > 1 and not self.dynamic_sampling:
             yield f"oversampling={self.oversampling} is for dynamic_sampling: without it every group is trained"
         if self.temperature <= 0:

@@ -32,21 +32,10 @@ from rlmesh.rl.roles.defaults import keep_objects, run_settings
 from rlmesh.rl.rollout.episodes.plan import EpisodePlan
 from rlmesh.rl.rollout.episodes.spreading import EpisodeSpread, episode_report
 from rlmesh.rl.rollout.requests import requests_of
-from rlmesh.rl.rollout.role_engines import PUSHES, OwnSampling, push_to_all
+from rlmesh.rl.rollout.role_engines import PUSHES, OwnSampling, push_to_all, serving
 from rlmesh.rl.rollout.run_sampling import RunSampling, role_engines
 from rlmesh.rl.samples.writer import SampleWriter
-from rlmesh.rl.trainers.batches import (
-    advantages_of,
-    evaluated_of,
-    joined,
-    lengths_of,
-    matrix_of,
-    pack_metrics,
-    packs_of,
-    parts_of,
-    shares_of,
-    value_metrics,
-)
+from rlmesh.rl.trainers import batches
 from rlmesh.rl.trainers.progress import MODEL, SUMMARY, finished_steps, trained_role_restarted
 from rlmesh.rl.trainers.run import result_of_complete
 from rlmesh.rl.types import Episode, Group, Outcome, Score
@@ -150,12 +139,12 @@ class Trainer:
         self.validation.begin()
         packs, batch = self.evaluate(groups)
         self.phases.end("evaluate")
-        metrics = self.rewards.metrics(groups) | lengths_of(groups)
+        metrics = self.rewards.metrics(groups) | batches.lengths_of(groups)
         metrics |= episode_report(groups) if self.episodes is not None else {}
         weights = self.algorithm.weigh(batch)
         metrics |= self.train(packs, batch, weights)
         self.phases.end("train")
-        self.samples.add(step, groups, self.rewards.total, advantages=advantages_of(groups, batch, weights))
+        self.samples.add(step, groups, self.rewards.total, advantages=batches.advantages_of(groups, batch, weights))
         metrics |= self.reward_alarm.check(step, groups)
         self.phases.end("record")
         self.version = step
@@ -176,9 +165,10 @@ class Trainer:
     def connect(self) -> None:
         """Let the buffer sample with the engines or, if the trainer has a `draw` of its own, with `draw`."""
         run, in_turn, own = self.settings, self.in_turn, self.samples_itself
+        group, sync = self.group("ROLLOUT") or self.actor, None if in_turn or own else self.weight_sync
         self.buffer.connect(
             OwnSampling(lambda prompts, seed: self.generate(prompts, seed=seed))
-            if own else role_engines(run, self.group("ROLLOUT") or self.actor, in_turn=in_turn),
+            if own else role_engines(run, group, in_turn=in_turn, sync=sync),
             background=run.schedule.staleness > 0 and not in_turn and not own, revive=self.push_again,
         )  # fmt: skip
 
@@ -216,7 +206,7 @@ class Trainer:
             WeightsNotReady: an engine has no weights.
         """
         method, requests = "sample_in_turn" if self.in_turn else "sample", requests_of(prompts, params.seed or 0)
-        found = self.engines.call_batch(method, len(requests), requests, params)
+        found = self.serving().call_batch(method, len(requests), requests, params)
         return [Episode.of(samples[0]) for samples in found]
 
     def score(self, rewards: Rewards, groups: Sequence[Group]) -> list[Group]:
@@ -233,7 +223,7 @@ class Trainer:
         episodes = Group.episodes_of(groups)
         numbers = [number for number, group in enumerate(groups) for _ in group.episodes]
         packs = {
-            name: packs_of(
+            name: batches.packs_of(
                 episodes, numbers, minibatches=section.minibatches, token_budget=section.token_budget, ranks=len(role)
             )
             for name, role, section in self.trained()
@@ -244,7 +234,7 @@ class Trainer:
         calls: dict[str, tuple[Packs, Any]] = {}
 
         def ask(column: str, role: Any, method: str, parts: list[Packs], *given: Any) -> None:
-            own = joined(parts)
+            own = batches.joined(parts)
             calls[column] = own, self.ask(role, method, own, *given)
 
         self.hold(self.actor)
@@ -261,10 +251,10 @@ class Trainer:
             self.hold(None)
             ask("values", self.critic, "values", packs["critic"], self.version)
         found = {
-            column: matrix_of(mask, own, [one for rows in call.result() for one in rows])
+            column: batches.matrix_of(mask, own, [one for rows in call.result() for one in rows])
             for column, (own, call) in calls.items()
         }
-        return packs, evaluated_of(episodes, numbers, totals, greedy, found, self.version)
+        return packs, batches.evaluated_of(episodes, numbers, totals, greedy, found, self.version)
 
     def greedy_outcomes(self, groups: Sequence[Group]) -> list[Outcome]:
         """The reward of a greedy response to each group's prompt."""
@@ -276,7 +266,7 @@ class Trainer:
     def ask(self, role: Any, method: str, packs: Packs, *given: Any) -> Any:
         """Call a method of all members of a role. Each gets the packs of its rank or, if the packs were made for
         another number of ranks, an equal part of them. ``given`` is the same for all."""
-        shares = parts_of(packs, len(role))
+        shares = batches.parts_of(packs, len(role))
         return role.call(method, shares, *([each] * len(shares) for each in given), _scatter=True)
 
     def train(self, packs: dict[str, list[Packs]], batch: Evaluated, weights: TokenWeights) -> dict[str, float]:
@@ -285,20 +275,22 @@ class Trainer:
         # The actor updates last: on shared devices, its turn is right before the push.
         calls = []
         for name, role, section in reversed(self.trained()):
-            steps = [shares_of(one, batch, weights, minibatches=section.minibatches) for one in packs[name]]
+            steps = [batches.shares_of(one, batch, weights, minibatches=section.minibatches) for one in packs[name]]
             by_rank = [list(own) for own in zip(*steps, strict=True)]
             calls.append(role.call("update", by_rank, [self.version] * len(role), _scatter=True))
         reports = [call.result()[0] for call in calls]
         log_probs = batch.log_probs
         if log_probs is None:
             rows = self.actor.call("first_log_probs").result()
-            log_probs = matrix_of(batch.mask, joined(packs["actor"]), [one for own in rows for one in own])
+            log_probs = batches.matrix_of(
+                batch.mask, batches.joined(packs["actor"]), [one for own in rows for one in own]
+            )
         return {
             **{name: value for report in reports for name, value in report.items()},
-            **value_metrics(batch, weights),
+            **batches.value_metrics(batch, weights),
             **weights.metrics,
             **self.gap(log_probs, batch),
-            **pack_metrics(packs["actor"], self.settings.actor.token_budget),
+            **batches.pack_metrics(packs["actor"], self.settings.actor.token_budget),
         }
 
     def gap(self, log_probs: torch.Tensor, batch: Evaluated) -> dict[str, float]:
@@ -337,7 +329,7 @@ class Trainer:
             self._push(self.weight_sync.catch_up)
 
     def _push(self, push: Callable[[], object]) -> None:
-        """Make a push; repeat it if an engine dies meanwhile: the next attempt waits until the engine is back."""
+        """Make a push; repeat it if an engine dies meanwhile: the next attempt leaves this engine out."""
         wait_s = self.settings.rollout.deadline_s
         push_to_all(push, lambda: self.hold(self.engines), lambda: self.hold(None), wait_s=wait_s)
 
@@ -405,11 +397,15 @@ class Trainer:
         (`ActorRollout`)."""
         return self.group("ROLLOUT").options(idempotent=True) or self.actor
 
+    def serving(self) -> Any:
+        """The engines that serve the weights of the last push, without those that have restarted since."""
+        return self.engines if self.in_turn else serving(self.engines, self.weight_sync)
+
     @cached_property
     def episodes(self) -> EpisodeSpread | None:
         """Plays episodes of several turns; None if each prompt gets one response."""
         plan = EpisodePlan.of(self.settings)
-        return None if plan is None else EpisodeSpread(self.engines, self.push_again)
+        return None if plan is None else EpisodeSpread(self.serving, self.push_again)
 
     @cached_property
     def reference(self) -> Any:
@@ -484,8 +480,8 @@ class Trainer:
 
     @cached_property
     def weight_sync(self) -> WeightSync:
-        """The weight sync from the actor's ranks to the engines."""
-        return WeightSync(self.actor, self.engines, allow_cast=self.settings.rollout.casts)
+        """The weight sync from the actor's ranks to the engines that are not restarting now."""
+        return WeightSync(self.actor, self.engines, allow_cast=self.settings.rollout.casts, wait_for_restarts=False)
 
     @cached_property
     def validation_prompts(self) -> list[Prompt] | None:

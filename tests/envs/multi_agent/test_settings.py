@@ -9,7 +9,6 @@ import pytest
 
 from rlmesh.envs import APPOConfig, DQNConfig, IMPALAConfig, MultiAgentEnv, PolicySpec, PPOConfig, make_multi_agent
 from rlmesh.envs.checks import check_env
-from rlmesh.envs.connectors import RewardClip
 from rlmesh.envs.multi_agent.policies import AgentEpisode, PolicyMapping
 from rlmesh.errors import UsageError
 
@@ -113,9 +112,6 @@ def test_agents_of_one_policy_have_the_same_spaces() -> None:
 
 
 def test_what_several_agents_do_not_have() -> None:
-    assert "connectors: environments of several agents have none yet" in refused(
-        PPOConfig().environment(Convoy).env_runners(connectors=[RewardClip()])
-    )
     with pytest.raises(UsageError, match=r"the environment .* has one agent"):
         PPOConfig().environment("CartPole-v1").multi_agent(policies={"a"}).build()
 

@@ -229,7 +229,7 @@ class Engines:
 def spread(engines: Engines) -> tuple[list[list[Episode]], int]:
     pushes: list[int] = []
     prompts = [[5 + number] for number in range(5)]
-    made = EpisodeSpread(engines, lambda: pushes.append(1)).make(prompts, [{}] * 5, SamplingParams(4, seed=9))
+    made = EpisodeSpread(lambda: engines, lambda: pushes.append(1)).make(prompts, [{}] * 5, SamplingParams(4, seed=9))
     return made, len(pushes)
 
 

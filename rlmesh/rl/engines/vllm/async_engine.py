@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import math
 import threading
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future
@@ -42,6 +43,8 @@ class Stretch:
         keep: if a pause ends it, it continues afterwards.
         resumes: it can do so.
         stopped: a stop text has ended it.
+        late: its time limit has ended it.
+        timer: of its time limit, once it has begun.
     """
 
     name: str
@@ -50,6 +53,8 @@ class Stretch:
     keep: bool = False
     resumes: bool = True
     stopped: bool = False
+    late: bool = False
+    timer: asyncio.TimerHandle | None = None
 
 
 class AsyncVllmEngine(VllmBase):
@@ -72,7 +77,8 @@ class AsyncVllmEngine(VllmBase):
         self._stretches: dict[asyncio.Task[None], Stretch] = {}
         self._kept: list[tuple[Growing, RequestBatch]] = []
         self._halted = False
-        self._resuming: set[asyncio.Task[None]] = set()
+        self._background: set[asyncio.Task[None]] = set()
+        """Tasks that nobody waits for."""
         self.on_lost: Callable[[str], object] = lambda why: None
         """Called on the engine's thread if vLLM's process ends by itself, before requests fail of it. The engine cannot
         sample any more."""
@@ -160,13 +166,39 @@ class AsyncVllmEngine(VllmBase):
     # On the engine's loop.
 
     async def _add(self, row: Growing, batch: RequestBatch) -> None:
-        """Start a stretch; it is in vLLM when this returns."""
+        """Start a stretch; it is in vLLM when this returns. A response whose time passed in a pause ends instead."""
+        if row.ends_at <= self._loop.time():
+            row.finish("time")
+            batch.ended()
+            return
         name = str(next(self._numbers))
         outputs = await self._engine.add_request(name, tokens_of(row.context), stretch_params(row, self._ends))
         stretch = Stretch(name, batch, resumes=can_resume(row))
         task = self._loop.create_task(self._follow(row, stretch, outputs))
         self._stretches[task] = stretch
-        task.add_done_callback(self._stretches.pop)
+        task.add_done_callback(self._ended)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        stretch = self._stretches.pop(task)
+        if stretch.timer is not None:
+            stretch.timer.cancel()
+
+    def _time(self, row: Growing, stretch: Stretch) -> None:
+        """Let the time limit of a response count, from its first token on."""
+        row.begin_time(self._loop.time())
+        if stretch.timer is None and row.ends_at < math.inf:
+            stretch.timer = self._loop.call_at(row.ends_at, self._end_late, stretch)
+
+    def _end_late(self, stretch: Stretch) -> None:
+        stretch.late = True
+
+        async def abort() -> None:
+            with suppress(Exception):  # a loss of vLLM, which `_follow` sees too
+                await self._engine.abort(stretch.name)
+
+        task = self._loop.create_task(abort())
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
 
     async def _follow(self, row: Growing, stretch: Stretch, outputs: Any) -> None:
         parts: list[Any] = []
@@ -177,6 +209,7 @@ class AsyncVllmEngine(VllmBase):
                 parts.append(output.outputs[0])
                 stretch.tokens += len(parts[-1].token_ids)
                 Growing.sampled += len(parts[-1].token_ids)
+                self._time(row, stretch)
                 if output.finished:
                     break
                 if row.decode is not None and not stretch.stopped:
@@ -196,8 +229,8 @@ class AsyncVllmEngine(VllmBase):
             return
         if row.finish_reason is not None:  # by a stop text
             batch.ended()
-        elif last.finish_reason != "abort" or not stretch.keep:
-            row.finish(last.finish_reason)
+        elif last.finish_reason != "abort" or not stretch.keep or stretch.late:
+            row.finish("time" if last.finish_reason == "abort" and stretch.late else last.finish_reason)
             batch.ended()
         elif self._halted:
             self._kept.append((row, batch))
@@ -270,8 +303,8 @@ class AsyncVllmEngine(VllmBase):
                 await self._put_back(kept)
 
         task = self._loop.create_task(resume())
-        self._resuming.add(task)
-        task.add_done_callback(self._resuming.discard)
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
 
     async def _put_back(self, kept: Sequence[tuple[Growing, RequestBatch]]) -> None:
         for row, batch in kept:

@@ -217,8 +217,6 @@ class VllmBase(ABC):
         self, prompts: Sequence[list[int]], params: SamplingParams, timeout_s: float, on_tokens: OnTokens | None = None
     ) -> RequestBatch:
         """Give requests to vLLM."""
-        if params.time_limit_s is not None:
-            raise UsageError(f"{self.gate.who}: time_limit_s is for TransformersEngine; limit max_tokens instead")
         if params.truncates and not self._carries_mass:
             raise UsageError(
                 f"{self.gate.who}: this version of vLLM does not tell how much probability top_p, top_k and min_p "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import queue
 import threading
 import time
@@ -69,6 +70,9 @@ class VllmEngine(VllmBase):
         self._numbers = itertools.count()
         self._running: dict[str, tuple[Growing, RequestBatch]] = {}
         self._kept: list[tuple[Growing, RequestBatch]] = []
+        self._clock: Callable[[], float] = time.monotonic
+        self._soonest = math.inf
+        """The time at which a response that runs is over."""
         self._halted = False
         self._idle = threading.Event()
         """Set when no request runs."""
@@ -141,6 +145,9 @@ class VllmEngine(VllmBase):
             completion = output.outputs[0]
             assert self._serving_version is not None
             row.add(completion.token_ids, log_probs_of(completion), self._serving_version, masses_of(row, completion))
+            if row.params.time_limit_s is not None:
+                row.begin_time(self._clock())
+                self._soonest = min(self._soonest, row.ends_at)
             if output.finished or row.finish_reason is not None:
                 del self._running[output.request_id]
                 if not output.finished:
@@ -148,12 +155,26 @@ class VllmEngine(VllmBase):
                 elif row.finish_reason is None:
                     row.finish(completion.finish_reason)
                 batch.ended()
+        self._end_late()
         return others
+
+    def _end_late(self) -> None:
+        """End the responses whose time is over."""
+        if (now := self._clock()) < self._soonest:
+            return
+        for number, (row, batch) in list(self._running.items()):
+            if row.ends_at <= now:
+                del self._running[number]
+                self._engine.abort_request([number])
+                row.finish("time")
+                batch.ended()
+        self._soonest = min((row.ends_at for row, _ in self._running.values()), default=math.inf)
 
     def _add(self, row: Growing, batch: RequestBatch) -> None:
         number = str(next(self._numbers))
         self._engine.add_request(number, tokens_of(row.context), stretch_params(row, self._ends))
         self._running[number] = (row, batch)
+        self._soonest = min(self._soonest, row.ends_at)
         self._idle.clear()
 
     def _take_out(self) -> list[tuple[Growing, RequestBatch]]:
@@ -190,6 +211,7 @@ class VllmEngine(VllmBase):
         kept, self._kept = self._kept, []
         for row, batch in kept:
             self._add(row, batch)
+        self._end_late()  # before new weights sample for those whose time passed in the pause
 
     def _lose(self, error: Exception) -> None:
         self._fail(error)

@@ -29,11 +29,11 @@ class EpisodeSpread:
     """Distributes episodes over the engines.
 
     Args:
-        engines: the members that play (:class:`rlmesh.rl.roles.sampling.SamplingRole`).
+        engines: returns the members that can play now (:class:`rlmesh.rl.roles.sampling.SamplingRole`).
         push_again: pushes weights to engines that have none.
     """
 
-    def __init__(self, engines: Any, push_again: Callable[[], None]) -> None:
+    def __init__(self, engines: Callable[[], Any], push_again: Callable[[], None]) -> None:
         self._engines, self._push_again = engines, push_again
 
     def make(
@@ -69,10 +69,10 @@ class EpisodeSpread:
         self, tasks: Sequence[EpisodeTask], params: SamplingParams, found: dict[int, list[Episode]]
     ) -> list[EpisodeTask]:
         """Play episodes; returns those that must be played again."""
-        count = len(self._engines)
-        parts = [list(tasks[rank::count]) for rank in range(count)]
         # Not idempotent: a death must raise here and be counted, instead of a silent second call.
-        engines = self._engines.options(return_exceptions=True, idempotent=False)
+        engines = self._engines().options(return_exceptions=True, idempotent=False)
+        count = len(engines)
+        parts = [list(tasks[rank::count]) for rank in range(count)]
         try:
             outcomes = engines.call("make_episodes", parts, [params] * count, _scatter=True).result()
         except WeightsNotReady as error:
