@@ -12,11 +12,11 @@ import torch
 
 from rlmesh import JobInfo, WorkerContext
 from rlmesh.rl.checkpoints.store import checkpoint_folder, read_checkpoint
+from rlmesh.rl.offline.roles import OfflineActor
 from rlmesh.rl.roles.critic import CriticRole
 from rlmesh.rl.roles.reference import ReferenceRole
 from rlmesh.rl.trainers.here import MetricsLink, RoleHere, one_rank_each, roles_here
-from rlmesh.rl.trainers.job import given_roles
-from rlmesh.rl.trainings.roles import GivenActor
+from rlmesh.rl.trainers.job import offline_roles
 
 if TYPE_CHECKING:
     from rlmesh.rl.trainers.run import Run
@@ -41,7 +41,7 @@ def lone_roles(
         UsageError: the checkpoint is refused.
     """
     needs, responses = run.algorithm.needs, run.algorithm.responses
-    kinds: dict[str, type[Any]] = {"ACTOR": given_roles(responses)[1] or GivenActor}
+    kinds: dict[str, type[Any]] = {"ACTOR": offline_roles(responses)[1] or OfflineActor}
     if not actor_only and "reference" in needs:
         kinds["REFERENCE"] = ReferenceRole
     if not actor_only and "critic" in needs and responses != "ranked":

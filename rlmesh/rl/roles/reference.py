@@ -14,8 +14,8 @@ from rlmesh import rpc
 from rlmesh.rl.engines.training.packed import PackedInputs, prepare
 from rlmesh.rl.packing import Pack
 from rlmesh.rl.roles.defaults import causal_model, choose_device, run_settings
+from rlmesh.rl.roles.device_turns import TakesTurns
 from rlmesh.rl.roles.frozen import FrozenModel
-from rlmesh.rl.roles.turns import TakesTurns
 
 if TYPE_CHECKING:
     from rlmesh.rl.trainers.run import Run

@@ -12,8 +12,8 @@ from rlmesh import RLJobBuilder, current_worker, rpc
 from rlmesh.errors import UsageError
 from rlmesh.rl.rewards.model import Conversation, RewardModel
 from rlmesh.rl.roles.defaults import choose_device, run_settings
+from rlmesh.rl.roles.device_turns import TakesTurns
 from rlmesh.rl.roles.frozen import FrozenModel
-from rlmesh.rl.roles.turns import TakesTurns
 from rlmesh.rl.types import Failed, Outcome, Score
 
 if TYPE_CHECKING:

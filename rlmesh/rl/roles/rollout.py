@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 from rlmesh import ReceivesWeights, rpc
 from rlmesh.rl.engines.rollout import RolloutEngine, Sample, SamplingParams
 from rlmesh.rl.roles.defaults import choose_device, keep_objects, run_settings
+from rlmesh.rl.roles.device_turns import TakesTurns
 from rlmesh.rl.roles.sampling import ROLLOUT, SamplingRole, submit_groups
-from rlmesh.rl.roles.turns import TakesTurns
 from rlmesh.rl.rollout.requests import GroupRequest
 
 if TYPE_CHECKING:

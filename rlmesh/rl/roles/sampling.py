@@ -16,7 +16,7 @@ from rlmesh import current_worker, rpc
 from rlmesh.errors import UsageError
 from rlmesh.rl.engines.growing import Growing
 from rlmesh.rl.engines.rollout import RolloutEngine, Sample, SamplingParams
-from rlmesh.rl.roles.turns import Turns
+from rlmesh.rl.roles.device_turns import DeviceTurns
 from rlmesh.rl.rollout.episodes.maker import EpisodeMaker
 from rlmesh.rl.rollout.episodes.plan import EpisodePlan
 from rlmesh.rl.rollout.episodes.tasks import EpisodeTask
@@ -46,7 +46,7 @@ class SamplingRole:
     """The methods of a role that samples with a rollout engine."""
 
     run_settings: Run
-    turns: Turns
+    turns: DeviceTurns
 
     def sampling_engine(self) -> RolloutEngine:
         """The engine of this member."""

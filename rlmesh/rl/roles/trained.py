@@ -26,7 +26,7 @@ from rlmesh.rl.engines.training.packed import PackedBatch
 from rlmesh.rl.engines.training.protocol import Saving, StepReport, TrainingEngine, TrainingOptions
 from rlmesh.rl.packing import Pack
 from rlmesh.rl.roles.defaults import choose_device, keep_objects, run_settings
-from rlmesh.rl.roles.turns import TakesTurns
+from rlmesh.rl.roles.device_turns import TakesTurns
 from rlmesh.rl.trainers.settings import ActorSettings
 
 if TYPE_CHECKING:

@@ -33,8 +33,8 @@ from typing import Any
 import numpy as np
 
 from rlmesh.rl.data.loader import Drawn
-from rlmesh.rl.rollout.asking import EngineLoads, RequestEnd
 from rlmesh.rl.rollout.buffer import GroupSlot, SampleBuffer
+from rlmesh.rl.rollout.engine_loads import EngineLoads, RequestEnd
 from rlmesh.rl.rollout.pipeline import Pipeline
 from rlmesh.rl.rollout.requests import Engines, ErrorKind, GroupRequest, Verdict, sample_seed
 from rlmesh.rl.rollout.silence import Silence

@@ -37,7 +37,7 @@ from rlmesh.rl.roles.critic import CriticRole
 from rlmesh.rl.roles.fused import ActorRollout, ActorRolloutRef
 from rlmesh.rl.roles.reference import ReferenceRole
 from rlmesh.rl.roles.reward import RewardRole
-from rlmesh.rl.trainers.job import given_roles
+from rlmesh.rl.trainers.job import offline_roles
 from rlmesh.rl.trainers.run import result_of
 from rlmesh.rl.trainers.trainer import Trainer
 
@@ -60,7 +60,7 @@ def run_here(run: Run, run_dir: Path, name: str) -> RunResult:
 
 def _run_followed(run: Run, run_dir: Path) -> RunResult:
     needs, responses = run.algorithm.needs, run.algorithm.responses
-    trainer, actor = given_roles(responses)
+    trainer, actor = offline_roles(responses)
     if responses == "sampled":
         kinds: dict[str, type[Any]] = {"ACTOR": ActorRolloutRef if "reference" in needs else ActorRollout}
     else:

@@ -10,19 +10,19 @@ if TYPE_CHECKING:
     from rlmesh import DLJob
     from rlmesh.rl.trainers.run import Run
 
-__all__ = ["build", "given_roles"]
+__all__ = ["build", "offline_roles"]
 
 ENGINE_RESTARTS = 10
 
 
-def given_roles(responses: str) -> tuple[type[Any] | None, type[Any] | None]:
+def offline_roles(responses: str) -> tuple[type[Any] | None, type[Any] | None]:
     """The classes of trainer and actor for an algorithm whose responses are in the data; ``None``: the usual ones."""
     if responses == "sampled":
         return None, None
-    from rlmesh.rl.trainings.roles import GivenActor, RewardModelRole
-    from rlmesh.rl.trainings.trainer import GivenTrainer, RewardModelTrainer
+    from rlmesh.rl.offline.roles import OfflineActor, RewardModelRole
+    from rlmesh.rl.offline.trainer import OfflineTrainer, RewardModelTrainer
 
-    return (RewardModelTrainer, RewardModelRole) if responses == "ranked" else (GivenTrainer, GivenActor)
+    return (RewardModelTrainer, RewardModelRole) if responses == "ranked" else (OfflineTrainer, OfflineActor)
 
 
 def build(run: Run, *, trainer: type[Any] | None = None, actor: type[Any] | None = None) -> DLJob:
@@ -33,7 +33,7 @@ def build(run: Run, *, trainer: type[Any] | None = None, actor: type[Any] | None
     from rlmesh.rl.roles.fused import ActorRollout, ActorRolloutRef
     from rlmesh.rl.roles.reward import add_reward_roles
 
-    given = given_roles(run.algorithm.responses)
+    given = offline_roles(run.algorithm.responses)
     trainer, actor = trainer or given[0], actor or given[1]
 
     placed, needs = run.placed, run.algorithm.needs

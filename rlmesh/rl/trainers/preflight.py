@@ -234,9 +234,9 @@ def _slow_faults(run: Run, counts: list[str], tried: set[str]) -> Iterator[str]:
 
     Rewards in ``tried`` are not tried again."""
     from rlmesh.rl.data.loader import PromptLoader
+    from rlmesh.rl.offline.responses import response_texts
     from rlmesh.rl.rewards.scoring import unscored
     from rlmesh.rl.rollout.episodes.plan import EpisodePlan
-    from rlmesh.rl.trainings.given import given_texts
 
     try:
         tokenizer = _tokenizer(run)
@@ -249,7 +249,7 @@ def _slow_faults(run: Run, counts: list[str], tried: set[str]) -> Iterator[str]:
         counts.append(f"data: {data.counts}")
         if run.algorithm.responses != "sampled":
             for place in range(len(data)):
-                given_texts(data[place].row, run.algorithm.responses)
+                response_texts(data[place].row, run.algorithm.responses)
         yield from _function_faults(
             [one for one in run.scored if one.name not in tried], tokenizer, data[0], _extras(run, data[0].row)
         )

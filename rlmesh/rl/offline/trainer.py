@@ -10,17 +10,17 @@ import torch
 from rlmesh.rl.algorithms.protocol import Evaluated, TokenWeights
 from rlmesh.rl.data.loader import Drawn, PromptLoader
 from rlmesh.rl.evaluation.settings import SampleSettings
+from rlmesh.rl.offline.responses import OfflineBuffer, offline_groups
 from rlmesh.rl.packing import Packs
 from rlmesh.rl.samples.writer import SampleWriter
 from rlmesh.rl.trainers.batches import joined, matrix_of, shares_of
 from rlmesh.rl.trainers.trainer import Trainer
-from rlmesh.rl.trainings.given import GivenBuffer, given_groups
 from rlmesh.rl.types import Group
 
-__all__ = ["GivenTrainer", "RewardModelTrainer"]
+__all__ = ["OfflineTrainer", "RewardModelTrainer"]
 
 
-class GivenTrainer(Trainer):
+class OfflineTrainer(Trainer):
     """Trains on the responses of the data: for `SFT` and `DPO`."""
 
     def setup(self) -> None:
@@ -28,7 +28,7 @@ class GivenTrainer(Trainer):
         self.samples = SampleWriter(self.run_dir, SampleSettings(every=0), self.text_of)  # the data has the responses
 
     def make_buffer(self, loader: PromptLoader) -> Any:
-        return GivenBuffer(self.groups_of, loader)
+        return OfflineBuffer(self.groups_of, loader)
 
     def connect(self) -> None:
         """Has no effect: there are no engines."""
@@ -37,7 +37,7 @@ class GivenTrainer(Trainer):
         """Groups of the responses in the prompts' rows."""
         run = self.settings
         most, key = run.rollout.max_tokens, run.prompt_key
-        return given_groups(drawn, self.tokenizer, self.algorithm.responses, most, key)
+        return offline_groups(drawn, self.tokenizer, self.algorithm.responses, most, key)
 
     def publish(self) -> None:
         """Has no effect: there are no engines to push to."""
@@ -65,7 +65,7 @@ class GivenTrainer(Trainer):
         return {"nll": -float(log_probs[batch.mask].mean())}
 
 
-class RewardModelTrainer(GivenTrainer):
+class RewardModelTrainer(OfflineTrainer):
     """Trains a reward model, for `RewardModelling`: its only role, the actor, holds a model with one label."""
 
     @property

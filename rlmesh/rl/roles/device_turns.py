@@ -1,4 +1,4 @@
-"""`Turns`: the parts of a process that use its devices one at a time, such as a training and a rollout engine.
+"""`DeviceTurns`: the parts of a process that use its devices one at a time, such as a training and a rollout engine.
 
 A part is awake if its weights and state are on the device, and asleep if they are not. Roles that share devices with
 other roles take a device lease for each turn (`rlmesh.WorkerContext.device_lease`), and put their parts to sleep before
@@ -13,10 +13,10 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 from rlmesh import DeviceLease, current_worker, rpc
 
-__all__ = ["TakesTurns", "Turns"]
+__all__ = ["DeviceTurns", "TakesTurns"]
 
 
-class Turns:
+class DeviceTurns:
     """The parts of this process.
 
     Args:
@@ -33,7 +33,7 @@ class Turns:
         self._held: DeviceLease | None = None
 
     @classmethod
-    def here(cls) -> Turns:
+    def here(cls) -> DeviceTurns:
         """The turns of this worker: leased if other roles share its devices."""
         return cls(leased=len(current_worker().collocated_roles) > 1)
 
@@ -79,11 +79,11 @@ class Turns:
 class TakesTurns:
     """A role that may share its devices. The trainer decides how long it keeps them."""
 
-    turns: Turns
+    turns: DeviceTurns
 
-    def make_turns(self) -> Turns:
+    def make_turns(self) -> DeviceTurns:
         """Make the turns of this member. Override this to observe them."""
-        return Turns.here()
+        return DeviceTurns.here()
 
     @rpc
     def shares_devices(self) -> bool:

@@ -16,10 +16,10 @@ from rlmesh.rl.roles.critic import CriticRole
 from rlmesh.rl.roles.trained import TRAINING
 from rlmesh.rl.roles.value_head import value_model
 
-__all__ = ["GivenActor", "RewardModelRole"]
+__all__ = ["OfflineActor", "RewardModelRole"]
 
 
-class GivenActor(ActorRole):
+class OfflineActor(ActorRole):
     """The policy in training without rollout engines: its weights are never pushed."""
 
     def offer_weights(self) -> None:

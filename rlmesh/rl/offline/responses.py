@@ -13,7 +13,7 @@ from rlmesh.rl.data.loader import Drawn, PromptLoader
 from rlmesh.rl.roles.reward import conversation_ids
 from rlmesh.rl.types import Episode, Group, Turn
 
-__all__ = ["COLUMNS", "GivenBuffer", "given_groups", "given_texts"]
+__all__ = ["COLUMNS", "OfflineBuffer", "offline_groups", "response_texts"]
 
 COLUMNS: Mapping[str, tuple[str, ...]] = {
     "given": ("response",), "pairs": ("chosen", "rejected"), "ranked": ("chosen", "rejected"),
@@ -21,7 +21,7 @@ COLUMNS: Mapping[str, tuple[str, ...]] = {
 """The columns that have the responses, by kind."""
 
 
-def given_texts(row: Mapping[str, Any], kind: Responses) -> list[str]:
+def response_texts(row: Mapping[str, Any], kind: Responses) -> list[str]:
     """The responses of a row, from its columns or from ``extra_info``. Each is a text, or a list of messages that ends
     with the response.
 
@@ -44,7 +44,7 @@ def given_texts(row: Mapping[str, Any], kind: Responses) -> list[str]:
     return found
 
 
-class GivenBuffer:
+class OfflineBuffer:
     """The groups of a run whose responses are in the data. The groups of a step follow from its number.
 
     Args:
@@ -79,7 +79,7 @@ class GivenBuffer:
         """Has no effect: there is no ledger."""
 
 
-def given_groups(
+def offline_groups(
     drawn: Sequence[Drawn], tokenizer: Any, kind: Responses, most_tokens: int, key: str = "prompt"
 ) -> list[Group]:
     """One group per prompt, with the responses of its row; longer responses are cut. The two responses of a ``ranked``
@@ -95,7 +95,7 @@ def given_groups(
     found = []
     for one in drawn:
         row = one.prompt.row
-        episodes = [_episode(one, text, tokenizer, kind, most_tokens, key) for text in given_texts(row, kind)]
+        episodes = [_episode(one, text, tokenizer, kind, most_tokens, key) for text in response_texts(row, kind)]
         parts = [(episode,) for episode in episodes] if kind == "ranked" else [tuple(episodes)]
         found += [Group(one.key, part, row) for part in parts]
     return found
