@@ -72,7 +72,7 @@ def load_saved_run(run_dir: Path) -> Run:
     except FileNotFoundError:
         raise UsageError(f"{run_dir} has no {SETTINGS_FILE}, so it is no directory of a Run; {advice}") from None
     except OSError as error:
-        raise UsageError(f"it is not read: {error}") from error
+        raise UsageError(f"{path} is not read: {error}") from error
     try:
         saved = pickle.loads(content)
         sys.path += [folder for folder in saved["folders"] if folder not in sys.path]

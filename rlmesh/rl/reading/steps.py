@@ -50,7 +50,7 @@ def read_steps(run_dir: Path) -> list[StepReported]:
     except FileNotFoundError:
         raise UsageError(f"{run_dir} has no {METRICS}, so it is no directory of a run") from None
     except OSError as error:
-        raise UsageError(f"it is not read: {error}") from error
+        raise UsageError(f"{path} is not read: {error}") from error
     found: dict[int, StepReported] = {}
     for line in text.decode().splitlines():
         if _MARK not in line:

@@ -113,7 +113,7 @@ class ModelScorer(FrozenModel):
             return ids
         if one.turns > 1:
             return Failed(
-                f"the episode has {one.turns} turns of the policy, which are no text for another tokenizer: use a "
+                f"the episode has {one.turns} turns of the policy, which another tokenizer cannot format: use a "
                 "reward model with the policy's vocabulary and inputs='ids'"
             )
         return conversation_ids(self.tokenizer, one.prompt, one.response, ended=one.ended)

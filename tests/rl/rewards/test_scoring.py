@@ -172,7 +172,7 @@ def test_rewards_with_wrong_arguments_are_refused_by_name() -> None:
 
     with pytest.raises(UsageError, match=r"parameter 'solution' without a default; .*did you mean 'solution_str'\?"):
         Reward(wrong)
-    with pytest.raises(UsageError, match="looks at nothing"):
+    with pytest.raises(UsageError, match="takes no input"):
         Reward(nothing)
     with pytest.raises(UsageError, match="single values and lists at once"):
         Reward(mixed)

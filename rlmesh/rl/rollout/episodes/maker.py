@@ -235,7 +235,7 @@ class _Game:
         if not chat:
             return [] if said is None else self._spans.text(said)
         if not new:
-            raise EpisodeFailed(f"{self.place}: an environment in a chat says something, or is done")
+            raise EpisodeFailed(f"{self.place}: in a chat, an environment must answer with words, or with done=True")
         try:
             return self._spans.extension(before, parent.turns[-1].ids.tolist(), new)
         except UsageError as error:
