@@ -123,9 +123,9 @@ class Reward:
                 f"{', '.join(_SINGLE)}, or their plurals for a batch{did_you_mean(unknown[0], known)}"
             )
         if not wanted:
-            raise UsageError(f"reward {self.name!r} takes no input: give it some of the parameters {', '.join(_SINGLE)}")
+            raise UsageError(f"reward {self.name!r} takes no input: give it some parameters of {', '.join(_SINGLE)}")
         if len({name in _BATCHED for name in wanted}) > 1:
-            raise UsageError(f"reward {self.name!r} has parameters for single values and for lists: {', '.join(wanted)}")
+            raise UsageError(f"reward {self.name!r} mixes parameters of one response and of many: {', '.join(wanted)}")
         positional = [p.name for p in parameters if p.kind is p.POSITIONAL_ONLY]
         if positional:
             raise UsageError(f"reward {self.name!r}: {positional[0]!r} is positional only; arguments go by name")
