@@ -225,7 +225,7 @@ class VllmBase(ABC):
         decode = self._decode() if params.stop else None
         deadline = time.monotonic() + timeout_s
         batch = RequestBatch([Growing(prompt, params, row, decode, on_tokens) for row, prompt in enumerate(prompts)])
-        # The gate is held until the engine has the requests: from then on a push takes them into account.
+        # The gate is held until the engine has the requests; later pushes take them into account.
         with self._serving(timeout_s):
             try:
                 self._submit(batch, max(deadline - time.monotonic(), 0.0))
@@ -367,7 +367,7 @@ class VllmBase(ABC):
 
     @abstractmethod
     def _withdraw(self, batch: RequestBatch) -> None:
-        """Abort requests whose caller no longer waits. Does not wait, and may be called when they have ended."""
+        """Abort requests whose caller has gone, without waiting. May be called after their end."""
 
     @abstractmethod
     def _set_asleep(self, level: SleepLevel | None) -> None:
@@ -384,7 +384,7 @@ class VllmBase(ABC):
 
     @abstractmethod
     def go_on(self, version: int | None) -> None:
-        """Continue as ``version``, with the kept requests."""
+        """Continue with ``version`` and the kept requests."""
 
     @abstractmethod
     def lose(self, error: Exception) -> None:
@@ -396,7 +396,7 @@ class VllmBase(ABC):
 
     @abstractmethod
     def probed(self, sequences: Sequence[Sequence[int]], timeout_s: float) -> list[list[float]]:
-        """Log-probabilities as in `log_probs`, also during a pause."""
+        """Log-probabilities as `log_probs` gives them, also during a pause."""
 
     @abstractmethod
     def drop_caches(self) -> None:
