@@ -60,7 +60,8 @@ class RunCheckpoint:
         folder: of all parts.
         step: number of finished steps.
         parts: names of the parts: the sections of the roles (``actor``, ``critic``) and ``trainer``.
-        files: size and checksum of each part's index file, by its path in the folder.
+        files: size and checksum of the index file of each role's part and of all files of the trainer's part, by their
+            paths in the folder.
         metrics: metrics of the step.
         settings: settings of the run, in the form of `rlmesh.rl.checkpoints.changes.described`.
         position: position in the data: seed, epoch, index of the next prompt in the epoch.
