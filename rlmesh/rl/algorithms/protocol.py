@@ -51,6 +51,12 @@ Responses = Literal["sampled", "given", "pairs", "ranked"]
 PolicyLoss = Literal["ppo", "gspo", "cispo", "sapo"]
 """The term of the policy component: :mod:`rlmesh.rl.losses` has one function for each."""
 
+ASKED_BY = {
+    "log_probs": "reads_log_probs must be True", "values": "needs must contain 'critic'",
+    "ref_log_probs": "needs must contain 'reference'", "greedy_rewards": "needs must contain 'greedy'",
+}  # fmt: skip
+"""The way in which an algorithm asks for each input that not all batches have."""
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Evaluated:
@@ -101,8 +107,7 @@ class Evaluated:
         """
         found: Tensor | None = getattr(self, name)
         if found is None:
-            asks = "reads_log_probs" if name == "log_probs" else "needs"
-            raise ValueError(f"the batch has no {name}: {asks} of the algorithm must ask for it")
+            raise ValueError(f"the batch has no {name}: the algorithm's {ASKED_BY[name]}")
         return found
 
     @property
