@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from rlmesh.errors import PeerLost, Restarting
-from rlmesh.rl.rollout.asking import EngineLoads
 from rlmesh.rl.rollout.buffer import GroupSlot, SampleBuffer
+from rlmesh.rl.rollout.engine_loads import EngineLoads
 from rlmesh.rl.rollout.judging import judge
 from rlmesh.rl.rollout.ledger import LEDGER, Ledger, faults_of, read_rows
 from rlmesh.rl.rollout.pipeline import Pipeline
