@@ -51,6 +51,10 @@ class Score:
         value: Any = self.value
         if isinstance(value, bool) or not isinstance(value, (int, float, np.number)) or not np.isfinite(value):
             raise ValueError(f"a score is a finite number, got {self.value!r}")
+        metrics: Any = self.metrics
+        for name, number in metrics.items() if isinstance(metrics, Mapping) else [("metrics", metrics)]:
+            if not isinstance(number, (bool, int, float, np.number, np.bool_)) or not np.isfinite(number):
+                raise ValueError(f"metric {name!r} of a score is a finite number, got {number!r}")
 
 
 @dataclass(frozen=True, slots=True)

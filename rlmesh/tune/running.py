@@ -71,7 +71,8 @@ def run(
         raise_on_failed_trial: raise `TrialsFailed` at the end of a search if any trial failed, and not only if all did.
         storage_path: folder of results (JSON lines, events of TensorBoard, curves) and of checkpoints.
         resume: continue the search in ``storage_path``: finished trials stay, and the others begin again, from their
-            last checkpoint if there is one.
+            last checkpoint if there is one. Without a study, trials that have not met a new
+            ``stop`` are not finished.
         checkpoint_freq: iterations between two checkpoints; 0: none.
         checkpoint_at_end: write a checkpoint at the end of a trial, also after Ctrl-C.
         restore: the checkpoint from which a single trial continues.
@@ -104,7 +105,7 @@ def run(
     folder = Path(storage_path).absolute() if storage_path is not None else None
     found = ExperimentAnalysis([], metric or DEFAULT_METRIC, mode, folder, single=single)
     seed = SEED if seed is None else seed
-    search, todo = _search(settings, found, search_alg, num_samples, seed, resume=resume)
+    search, todo = _search(settings, found, search_alg, num_samples, seed, stop, resume=resume)
     at_once = 1 if single else _at_once(max_concurrent_trials, settings, len(todo))
     loop = TrialLoop(
         found, search, settings.of_trial, stop=stop, checkpoint_freq=checkpoint_freq,
@@ -195,7 +196,7 @@ class _Settings:
 
 def _search(
     settings: _Settings, found: ExperimentAnalysis, given: OptunaSearch | None, num_samples: int, seed: int,
-    *, resume: bool,
+    stop: Stop, *, resume: bool,
 ) -> tuple[Search, deque[Trial]]:  # fmt: skip
     """The search, and the trials that are left to carry out, those of an earlier run included."""
     space, folder = settings.space, found.experiment_path
@@ -235,7 +236,8 @@ def _search(
         if given is None:
             trial.config = {spaces.named(path): value for path, value in search.ask(number).items()}
         found.trials.append(trial)
-    todo = deque(trial for trial in found.trials if trial.status not in trials.FINISHED)
+    # A study has the values of its finished trials already, and takes no second one.
+    todo = deque(trial for trial in found.trials if not trial.is_finished(None if given else stop))
     for trial in todo:
         if given is not None and trial.config:
             given.again(int(trial.trial_id), trial.config)

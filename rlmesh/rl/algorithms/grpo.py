@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal
 
-from rlmesh.rl.algorithms.choices import Aggregation, Correction, KLEstimator, Level
+from rlmesh.rl.algorithms.choices import (
+    Aggregation,
+    Correction,
+    KLEstimator,
+    Level,
+    choice_faults,
+    clip_faults,
+    number_faults,
+)
 from rlmesh.rl.algorithms.protocol import Algorithm, Evaluated, Need, Normalisers, PolicyLoss, TokenWeights
 
 if TYPE_CHECKING:
@@ -84,21 +92,29 @@ class GRPO(Algorithm):
     def __post_init__(self) -> None:
         super().__post_init__()
         faults = [
-            f"{name}={value!r}: use one of {', '.join(map(str, get_args(choices)))}"
-            for name, value, choices in (("advantage", self.advantage, Advantage), ("loss", self.loss, Loss))
-            if value not in get_args(choices)
+            *choice_faults("advantage", self.advantage, Advantage),
+            *choice_faults("loss", self.loss, Loss),
+            *choice_faults("kl_estimator", self.kl_estimator, KLEstimator),
+            *number_faults(kl=self.kl, entropy=self.entropy),
+            *clip_faults(self.clip_low, self.clip_high, self.dual_clip),
         ]
+        if self.aggregation is not None:
+            faults += choice_faults("aggregation", self.aggregation, Aggregation)
         if self.samples < 2 and self.advantage not in ("remax", "reinforce++"):
             faults.append(f"samples={self.samples}: at least 2 responses per prompt, or there is nothing to compare")
-        if self.kl < 0 or self.entropy < 0 or self.eps <= 0:
-            faults.append(f"kl={self.kl} and entropy={self.entropy} must be ≥ 0, and eps={self.eps} > 0")
+        if next(number_faults(eps=self.eps), "") or self.eps == 0:
+            faults.append(f"eps={self.eps!r} must be a number > 0")
+        if self.constant is not None and (next(number_faults(constant=self.constant), "") or self.constant == 0):
+            faults.append(f"constant={self.constant!r} must be a number > 0")
         if not faults and (self._aggregation == "constant") != (self.constant is not None):
             faults.append(f"constant={self.constant}: the aggregation 'constant', and no other, takes it (> 0)")
         if self.advantage == "pass_at_k" and not 1 <= self.k <= self.samples:
             faults.append(f"k={self.k}: from 1 to samples={self.samples}")
         if not faults and self.dual_clip is not None and PRESETS[self.loss].policy_loss != "ppo":
             faults.append(f"dual_clip={self.dual_clip}: the loss {self.loss!r} has no dual clip")
-        if self.overlong is not None and not 0 < self.overlong[1] <= self.overlong[0]:
+        pair: Any = self.overlong
+        whole = isinstance(pair, Sequence) and [type(one) for one in pair] == [int, int]
+        if pair is not None and not (whole and 0 < pair[1] <= pair[0]):
             faults.append(f"overlong={self.overlong}: (most tokens, tokens before that), with 0 < second ≤ first")
         if faults:
             raise ValueError("GRPO: " + "; ".join(faults))

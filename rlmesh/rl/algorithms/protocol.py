@@ -251,7 +251,10 @@ class Algorithm:
         raise TypeError(f"{type(self).__name__} is no algorithm: it defines no weigh(batch) that gives TokenWeights")
 
     def __post_init__(self) -> None:
-        if self.samples < 1:
+        samples: Any = self.samples
+        if isinstance(samples, bool) or not isinstance(samples, int):
+            raise ValueError(f"{type(self).__name__}(samples={samples!r}): a whole number of responses per prompt")
+        if samples < 1:
             raise ValueError(f"{type(self).__name__}(samples={self.samples}): at least 1 response per prompt")
 
 

@@ -97,7 +97,7 @@ def _json_lines(path: Path) -> list[Row]:
     rows = []
     opened = gzip.open if path.suffix == ".gz" else open
     try:
-        with opened(path, "rt", encoding="utf-8") as file:
+        with opened(path, "rt", encoding="utf-8-sig") as file:
             for number, line in enumerate(file, 1):
                 if line.strip():
                     rows.append(_mapping(_parsed(line, f"{path}:{number}"), f"{path}:{number}"))
@@ -107,7 +107,10 @@ def _json_lines(path: Path) -> list[Row]:
 
 
 def _json(path: Path) -> list[Row]:
-    whole = _parsed(path.read_text(encoding="utf-8"), str(path))
+    try:
+        whole = _parsed(path.read_text(encoding="utf-8-sig"), str(path))
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"{path} cannot be read: {error}") from error
     if not isinstance(whole, list):
         raise UsageError(f"{path} must hold a list of rows, it holds {type(whole).__name__}")
     return [_mapping(row, f"{path}, row {number}") for number, row in enumerate(whole)]

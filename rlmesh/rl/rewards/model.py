@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from rlmesh import RoleGroup
 from rlmesh.errors import UsageError
-from rlmesh.rl.rewards.reward import Response, source_names
+from rlmesh.rl.rewards.reward import Response, number_of, source_names
 from rlmesh.rl.types import Failed, Outcome
 
 __all__ = ["Conversation", "RewardModel"]
@@ -101,6 +101,7 @@ class RewardModel:
         faults = [
             f"{name}={getattr(self, name)} must be {bound}"
             for name, bound, right in (
+                ("weight", "a finite number", number_of(self.weight) is not None),
                 ("members", "≥ 1", self.members >= 1),
                 ("max_tokens", "≥ 0", self.max_tokens >= 0),
                 ("token_budget", "≥ 1", self.token_budget >= 1),

@@ -37,6 +37,8 @@ def to_outcome(value: Any) -> Outcome:
         numbers = {str(name): number for name, number in value.items() if name != "score" and _is_number(number)}
         answer = value.get("answer", value.get("pred", inner.answer))
         metrics = {name: float(number) for name, number in numbers.items() if name not in ("answer", "pred")}
+        if wrong := [name for name, number in metrics.items() if not np.isfinite(number)]:
+            return Failed(f"the scorer returned a mapping whose {wrong[0]!r} is {metrics[wrong[0]]}")
         return Score(inner.value, metrics, inner.reason, None if answer is None else str(answer))
     if isinstance(value, (bool, np.bool_)):
         return Score(float(value))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -93,8 +94,11 @@ class Reward:
         object.__setattr__(self, "sources", source_names(self.sources))
         if not self.name:
             object.__setattr__(self, "name", _name_of(self.function))
-        if self.timeout_s <= 0:
-            raise UsageError(f"reward {self.name!r}: timeout_s={self.timeout_s} must be > 0")
+        weight, timeout_s = number_of(self.weight), number_of(self.timeout_s)
+        if weight is None:
+            raise UsageError(f"reward {self.name!r}: weight={self.weight!r} must be a finite number")
+        if timeout_s is None or timeout_s <= 0:
+            raise UsageError(f"reward {self.name!r}: timeout_s={self.timeout_s!r} must be a number > 0")
         self.wanted()
 
     @property
@@ -177,6 +181,12 @@ def ground_truth_of(row: Mapping[str, Any]) -> Any:
     if isinstance(nested, Mapping) and nested.get("ground_truth") is not None:
         return nested["ground_truth"]
     return row.get("ground_truth")
+
+
+def number_of(given: Any) -> float | None:
+    """A finite number; None if the value is none."""
+    is_number = isinstance(given, int | float) and not isinstance(given, bool)
+    return float(given) if is_number and math.isfinite(given) else None
 
 
 def source_names(given: Any) -> tuple[str, ...]:

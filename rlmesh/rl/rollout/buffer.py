@@ -68,6 +68,12 @@ class GroupSlot:
         """True if the group may be trained."""
         return self.state == "sampled" and self.scored
 
+    @property
+    def title(self) -> str:
+        """The group's prompt, for messages."""
+        epoch, index = self.key
+        return f"the prompt at position {self.position} (epoch {epoch}, prompt {index} of the data)"
+
 
 class SampleBuffer:
     """The slots of a run from drawing to training; see the module. Not thread-safe.

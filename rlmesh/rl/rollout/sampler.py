@@ -116,7 +116,7 @@ class Sampler:
         self._error: BaseException | None = None
         self._generation = 0
         """Number of returns to a checkpoint. Answers to requests of an earlier generation are ignored."""
-        self._ends = False
+        self._ends = self._told_of_failure = False
         self._thread: threading.Thread | None = None
         self._pool = ThreadPoolExecutor(SCORERS, thread_name_prefix="rlmesh-scorer") if background else None
 
@@ -426,20 +426,19 @@ class Sampler:
 
     def _set_aside(self, slot: GroupSlot, why: str) -> None:
         self._totals.poisoned += 1
-        epoch, index = slot.key
-        self._note(f"the prompt at position {slot.position} (epoch {epoch}, prompt {index} of the data) fails: {why}")
+        self._note(f"{slot.title} fails: {why}")
         self._fail(slot, f"{POISON}: {why}", poison=True)
 
     def _fail(self, slot: GroupSlot, reason: str, *, poison: bool = False) -> None:
         self._totals.failed += 1
         count, size = self.buffer.fail(slot, reason, poison=poison), self.buffer.batch_size
+        if not (poison or self._told_of_failure):
+            self._told_of_failure = True
+            self._note(f"{slot.title} is left out: {reason}. buffer/failed counts such prompts")
         if count >= size:
-            self._give_up(
-                RuntimeError(
-                    f"no response of the batch has a reward: {count} groups failed for step {slot.step}, the last one "
-                    f"because of: {reason}. Check the rewards and the columns of the data that they read"
-                )
-            )
+            failed = f"{count} groups failed for step {slot.step}, the last one because of: {reason}"
+            check = "Check the rewards and the columns of the data that they read"
+            self._give_up(RuntimeError(f"no response of the batch has a reward: {failed}. {check}"))
 
     # Scoring.
 

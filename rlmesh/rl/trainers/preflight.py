@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -51,11 +52,20 @@ def check(run: Run) -> str:
         from rlmesh.rl.checkpoints.restoring import restore_faults  # loads torch
 
         faults += restore_faults(run)
+    if run.algorithm.responses == "sampled" and run.rollout.engine.startswith("vllm") and not _is_installed("vllm"):
+        faults.append(f"rollout.engine={run.rollout.engine!r} needs vllm: pip install 'rlmesh[vllm]'")
     if not faults:
         faults = [*_slow_faults(run, counts, tried)]
     if faults:
         raise UsageError("the run cannot start:\n  " + "\n  ".join(faults))
     return "; ".join(counts)
+
+
+def _is_installed(package: str) -> bool:
+    try:
+        return find_spec(package) is not None
+    except ValueError:  # The module is there, and was made by hand.
+        return True
 
 
 def quick_faults(
@@ -258,10 +268,12 @@ def _slow_faults(run: Run, counts: list[str], tried: set[str]) -> Iterator[str]:
                 yield from (f"reward model {model.name!r}: {fault}" for fault in model.faults(tokenizer, data[0].row))
         yield from unscored(run.scored, data) if run.scored else ()
         PromptLoader(data, run.batch_size)
+        longest = 0 if run.agent is not None else max(len(data[place].ids) for place in range(len(data)))
         if (plan := EpisodePlan.of(run)) is not None:
             yield from plan.slow_faults(tokenizer, data[0].row)
-            longest = 0 if run.agent is not None else max(len(data[place].ids) for place in range(len(data)))
             yield from plan.length_faults(longest, _positions(run.model))
+        elif run.algorithm.responses == "sampled":
+            yield from _sampling_faults(run, tokenizer, longest)
     except (UsageError, OSError, ValueError) as error:
         yield f"data: {error}"
     if run.validation is not None:
@@ -269,6 +281,18 @@ def _slow_faults(run: Run, counts: list[str], tried: set[str]) -> Iterator[str]:
             counts.append(f"validation: {run.dataset(tokenizer, run.validation).counts}")
         except (UsageError, OSError, ValueError) as error:
             yield f"validation: {error}"
+
+
+def _sampling_faults(run: Run, tokenizer: Any, longest: int) -> Iterator[str]:
+    """One sentence per limit of a response that the model cannot keep; ``longest``: tokens of the longest prompt."""
+    positions, most = _positions(run.model), run.rollout.max_tokens
+    if positions is not None and longest + most > positions:
+        yield (
+            f"rollout.max_tokens={most} after a prompt of {longest} tokens are more than the {positions} positions of "
+            "the model: lower it, or max_prompt_tokens"
+        )
+    if beyond := [one for one in run.rollout.stop_token_ids if one >= len(tokenizer)]:
+        yield f"rollout.stop_token_ids: the tokenizer has {len(tokenizer)} tokens, and none is {beyond[0]}"
 
 
 def _positions(model: str) -> int | None:

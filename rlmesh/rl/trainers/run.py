@@ -15,6 +15,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import logging
 import sys
@@ -57,7 +58,12 @@ __all__ = ["Run", "RunResult"]
 
 logger = logging.getLogger(__name__)
 
-SECTIONS = ("actor", "critic", "reference", "rollout", "episode", "evaluation", "sample_files", "reward_alarm")
+MADE_BY = {
+    "actor": "ActorSettings", "critic": "CriticSettings", "reference": "ReferenceSettings",
+    "rollout": "RolloutSettings", "episode": "EpisodeSettings", "evaluation": "ValidationSettings",
+    "sample_files": "SampleSettings", "reward_alarm": "RewardAlarmSettings",
+}  # fmt: skip
+"""The class of each section."""
 NEEDS = ("critic", "greedy", "reference")
 
 
@@ -177,7 +183,8 @@ class Run:
             object.__setattr__(self, "rollout", RolloutSettings(engine=given))  # type: ignore[arg-type]
         rewards: Any = self.rewards
         kinds = Reward | RewardModel
-        listed = [rewards] if callable(rewards) or isinstance(rewards, kinds) else rewards or ()
+        alone = callable(rewards) or isinstance(rewards, kinds) or not isinstance(rewards, list | tuple | None)
+        listed = [rewards] if alone else rewards or ()
         made = tuple(one if isinstance(one, kinds) else Reward(one) for one in listed)
         object.__setattr__(self, "rewards", made)
         if faults := [*self._faults()]:
@@ -231,15 +238,24 @@ class Run:
         return load_run(config, overrides)
 
     def _faults(self) -> Iterator[str]:
-        yield from wrong_types(self, "")
-        sections: dict[str, Any] = {name: getattr(self, name) for name in SECTIONS}
+        hollow = [name for name in MADE_BY if not dataclasses.is_dataclass(getattr(self, name))]
+        hollow += [name for name in MADE_BY if isinstance(getattr(self, name), type)]
+        yield from wrong_types(self, "", but=hollow)
+        yield from self._data_faults()
+        wrong = [f"{name}={getattr(self, name)!r} must be {MADE_BY[name]}(…)" for name in hollow]
+        if isinstance(self.algorithm, type) or getattr(self.algorithm, "needs", None) is None:
+            wrong.append(f"algorithm={self.algorithm!r}: expected an Algorithm, such as GRPO(samples=8)")
+        yield from wrong
+        sections: dict[str, Any] = {name: getattr(self, name) for name in MADE_BY if name not in hollow}
         for name, section in sections.items():
-            if not hasattr(section, "faults"):
-                yield f"{name}={section!r} must be settings of its own"
-                continue
             bad = [*wrong_types(section, f"{name}.")]
             yield from bad or (f"{name}.{fault}" for fault in section.faults())
-        if self.trackers:
+        if not wrong:  # The other checks read these settings.
+            yield from self._whole_faults()
+
+    def _whole_faults(self) -> Iterator[str]:
+        """Faults of settings that have the right types."""
+        if self.trackers and isinstance(self.trackers, Sequence):
             from rlmesh import Trackers
 
             yield from (f"trackers: {fault}" for fault in Trackers.faults(self.trackers))
@@ -267,6 +283,22 @@ class Run:
             yield from self._placement_faults()
         if self.train not in get_args(Engine):
             yield f"train={self.train!r}: the engines are {', '.join(get_args(Engine))}"
+
+    def _data_faults(self) -> Iterator[str]:
+        """One sentence per data that can be no files and no rows."""
+        for name in ("data", "validation"):
+            given, what = getattr(self, name), "a file, a folder, a list of files or of rows, or a mapping of files"
+            if given is None and name == "validation":
+                continue
+            if not isinstance(given, str | Path | Mapping | list | tuple):
+                yield f"{name}={given!r} must be {what}"
+            elif isinstance(given, list | tuple):
+                kinds = {isinstance(one, Mapping) for one in given}
+                wrong = [one for one in given if not isinstance(one, str | Path | Mapping)]
+                if wrong:
+                    yield f"{name}: {wrong[0]!r} is no row and no file: a row is a mapping of columns, such as 'prompt'"
+                elif len(kinds) > 1:
+                    yield f"{name} has both rows and files: give one of them"
 
     def _deadline_faults(self) -> Iterator[str]:
         """A fault if training gives up waiting sooner than an episode can end."""

@@ -7,7 +7,7 @@ import dataclasses
 import json
 import math
 import types
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from importlib.util import find_spec
@@ -70,6 +70,8 @@ class LoraSettings:
         except UsageError as error:
             yield str(error).removeprefix("LoraOptions: ")
             return
+        if not wanted and (self.alpha is not None or self.target_modules != "all-linear"):
+            yield "rank=0: without a rank there is no adapter, and alpha and target_modules change nothing"
         if wanted and find_spec("peft") is None:
             yield f"rank={self.rank} needs peft: pip install 'rlmesh[lora]'"
 
@@ -315,12 +317,12 @@ def checked(value: Any, kind: Any) -> bool:
     return isinstance(value, plain) if isinstance(plain, type) else True
 
 
-def wrong_types(settings: Any, where: str) -> Iterator[str]:
-    """One sentence per field whose value has another type than the field."""
+def wrong_types(settings: Any, where: str, but: Collection[str] = ()) -> Iterator[str]:
+    """One sentence per field whose value has another type than the field, except the fields of ``but``."""
     hints = get_type_hints(type(settings))
     for one in dataclasses.fields(settings):
         value = getattr(settings, one.name)
-        if one.init and not checked(value, hints[one.name]):
+        if one.init and one.name not in but and not checked(value, hints[one.name]):
             yield f"{where}{one.name}={value!r} must be {kind_named(hints[one.name])}"
 
 

@@ -124,9 +124,11 @@ class ToolPartner:
     async def step(self, action: Any, turn: int) -> TurnResult:
         where = f"{self._episode} turn {turn}"
         try:
-            calls = list(self._parse(action))
+            calls: list[Any] = list(self._parse(action))
         except Exception as error:
             raise EpisodeFailed(f"{where}: tool_calls failed: {type(error).__name__}: {error}") from error
+        if wrong := [call for call in calls if not isinstance(call, ToolCall)]:
+            raise EpisodeFailed(f"{where}: tool_calls returns a list of ToolCall(name, arguments), not {wrong[0]!r}")
         if not calls:
             return TurnResult(done=True)
         answers = [(call, await self._carry_out(call, where)) for call in calls]
