@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import pickle
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -104,7 +104,8 @@ def test_settings_of_built_in_modules_are_checked(kind: Any, model: dict[str, An
 
 def test_a_module_of_ones_own_gives_its_settings_their_meaning() -> None:
     class OwnModule(RLModule):
-        allowed_settings = {"depth": whole(1)}
+        known_settings: ClassVar = {"depth": 1, "fcnet_hiddens": 8}
+        allowed_settings: ClassVar = {"depth": whole(1)}
 
     config = PPOConfig().environment("CartPole-v1").rl_module(module_class=OwnModule)
     config.copy().rl_module(model_config={"fcnet_hiddens": 64, "depth": 2}).validate()
@@ -117,9 +118,9 @@ def test_every_setting_has_a_rule_that_its_default_keeps(kind: Any) -> None:
     config = kind().environment("CartPole-v1")
     rules = kind._all_allowed()
     assert set(config.keys()) - set(rules) == FREE & set(config.keys())
-    assert [rules[name].fault(name, value) for name, value in config.items() if name in rules] == [None] * len(
-        [name for name in config.keys() if name in rules]
-    )
+    assert [
+        fault for name, value in config.items() if name in rules and (fault := rules[name].fault(name, value))
+    ] == []
     faults = [fault for fault in config.problems() if "offline_data" not in fault]
     assert faults == []
 
@@ -127,8 +128,8 @@ def test_every_setting_has_a_rule_that_its_default_keeps(kind: Any) -> None:
 @pytest.mark.parametrize(
     ("kind", "settings"),
     [
-        (PPOConfig, {"lr": 0, "vf_clip_param": INF, "gamma": 1, "clip_param": [[0, 0.2], [1000, 0.0]], "grad_clip": None,
-                     "entropy_coeff": [[0, 0.01], [1e6, 0]], "minibatch_size": None, "lambda_": 0}),
+        (PPOConfig, {"lr": 0, "vf_clip_param": INF, "gamma": 1, "clip_param": [[0, 0.2], [1000, 0.0]],
+                     "grad_clip": None, "entropy_coeff": [[0, 0.01], [1e6, 0]], "minibatch_size": None, "lambda_": 0}),
         (PPOConfig, {"lr": [(0, 1e-3), (10, 0)], "model": {"fcnet_hiddens": [], "conv_filters": [[16, [8, 8], 4]]}}),
         (PPOConfig, {"lr": np.array([[0, 1e-3], [10, 0]]), "model": {"fcnet_hiddens": np.array([8, 8])}}),
         (PPOConfig, {"model": None, "sample_timeout_s": None, "seed": None, "evaluation_interval": np.int64(2)}),
