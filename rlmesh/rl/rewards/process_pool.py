@@ -15,7 +15,7 @@ import resource
 import signal
 import threading
 from collections.abc import Callable, Mapping
-from concurrent.futures import CancelledError, Future
+from concurrent.futures import BrokenExecutor, CancelledError, Future
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -32,6 +32,8 @@ logger = logging.getLogger(__name__)
 
 PROCESS_DIED = "the scorer's process ended"
 """Begins the reason of a failure that a scorer's death has caused."""
+GUARD = 'begin a run below `if __name__ == "__main__":`, since the processes that score import the script too'
+"""The advice for scripts that begin a run at their top level."""
 _PR_SET_PDEATHSIG = 1
 
 _functions: dict[str, Callable[..., Any]] = {}
@@ -142,6 +144,8 @@ class ScoringPool:
             return Failed("the pool was closed")
         except ProcessExpired as error:
             return Failed(f"{PROCESS_DIED} with exit code {error.exitcode}")
+        except BrokenExecutor:
+            return Failed(f"the processes that score end before they can begin. In a script, {GUARD}")
         except BaseException as error:
             return Failed(f"{type(error).__name__}: {error}")
 
