@@ -88,7 +88,7 @@ def ppo(settings: str, seed: int) -> dict[str, Any]:
         config.env_runners(num_envs_per_env_runner=8).training(**ZOO)
     elif settings == "rllib":
         config.env_runners(num_env_runners=2, num_envs_per_env_runner=8).training(**RLLIB)
-        config.rl_module(model_config={"fcnet_hiddens": (256, 256)})
+        config.rl_module(model_config={"fcnet_hiddens": (256, 256), "initializer": "torch"})
     elif settings == "cleanrl":
         config.env_runners(num_envs_per_env_runner=4).training(**CLEANRL)
     else:
@@ -122,7 +122,8 @@ def off_policy(name: str, seed: int) -> dict[str, Any]:
         )
         if name == "TD3":
             config.training(exploration_noise=0.1)
-    config.rl_module(model_config={"fcnet_hiddens": (64, 64), "fcnet_activation": "relu"})
+    network = {"fcnet_hiddens": (64, 64), "fcnet_activation": "relu", "initializer": "torch"}  # the peer's weights too
+    config.rl_module(model_config=network)
     config.reporting(min_env_steps_per_iteration=256, metrics_num_episodes_for_smoothing=episodes)
     way = Way(goal, OFF_POLICY_STEPS)
     with config.build() as algorithm:
@@ -185,7 +186,7 @@ def kills(seed: int) -> dict[str, Any]:
     from runner_kills import run
 
     killed = run("PPO", seed, seconds=60, every_s=5)
-    alone = run("PPO", seed, iterations=len(killed["curve"]), every_s=None)
+    alone = run("PPO", seed, iterations=len(killed["reported"]), every_s=None)
     return {
         "difference": killed["level"] - alone["level"], "undisturbed": alone["level"], "kills": killed["kills"],
         "episodes": killed["episodes"],

@@ -5,8 +5,9 @@ every 5 s, for a minute. The second one is undisturbed, and has as many iteratio
 episode of a batch is there twice, or if the results count other episodes than the batches have.
 
 A run's curve is the mean return of 10 episodes in environments of their own, every fifth iteration; its level is the
-mean of the curve. The mean return that the results report is printed too. It is lower after a kill: the episodes under
-way are lost, and at any moment long episodes are more likely under way than short ones.
+mean of the curve. The mean return that the results report is printed too. A runner that comes back goes on with the
+episodes that its last batch left under way. So PPO has the numbers of the undisturbed run to the last digit, unless a
+runner dies before its first batch.
 The difference of the levels, killed minus undisturbed, is paired by seed; its interval is that of Student's t, 95 %.
 The curve is within the noise if the interval holds 0.
 """

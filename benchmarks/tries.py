@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
 
-from rlmesh.run_directory.discovery import BEGINS_S, running_jobs
+from rlmesh.run_directory.discovery import running_jobs
 
 HERE = Path(__file__).resolve().parent
 JOB = HERE / "small_job.py"
@@ -85,7 +85,7 @@ class Running:
         ``looks``: the user looks at their jobs meanwhile. A driver that is killed before its job has other processes
         leaves its folder to that.
         """
-        deadline = time.monotonic() + GONE_S + (BEGINS_S if looks else 0.0)
+        deadline = time.monotonic() + GONE_S
         while True:
             if looks:
                 running_jobs((str(self.folder / "tmp"),))

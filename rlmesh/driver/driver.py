@@ -205,13 +205,13 @@ class Driver:
         if options.head is not None:
             self._cluster = self._gathered(options.head, checked=checked)
         preload, limits = config.preload_items(), config.limits.under(options.limits)
-        running_jobs()  # removes the folders of dead jobs
         space = Workspace.create(self.job_name, options.run_dir, options.run_root, options.key)
         grace_s = STOP_GRACE_S if options.grace_s is None else options.grace_s
         try:
             check_store(space.run_dir / STORE_FILE)
             self._lock_fd = hold(space.run_dir)
             await_guardians(space.run_dir)
+            running_jobs()  # removes the folders of dead jobs, that of this run directory's last job among them
             forget_end(space.run_dir)
             resume = note_start(space.run_dir, options.restarts or 0)
             relaunch = self._relaunch(space)

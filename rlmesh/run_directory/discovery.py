@@ -20,8 +20,6 @@ _KINDS: dict[str, Any] = {
     "job_id": str, "job_name": str, "run_dir": str, "master_endpoint": str, "started_at": int | float,
     "driver_pid": int,
 }  # fmt: skip
-BEGINS_S = 10.0
-"""Age in seconds below which a job may not have started its guardian yet."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,11 +100,11 @@ def _swept(job: RunningJob) -> bool:
 
     Usually one process outlives the others and cleans up.
     """
-    if os.path.exists(f"/proc/{job.driver_pid}") or job.age_s() < BEGINS_S:
-        return False
     rank = job.folder.name[1:]
+    if not rank.isdigit() or _is_held(job.folder.parent) or ownership.marked(f"{job.job_id}/{rank}"):
+        return False  # its maker, or a process of the node, lives
     held = ownership.hold_folder(str(job.folder))
-    if held is None or not rank.isdigit() or not _alone(held) or ownership.marked(f"{job.job_id}/{rank}"):
+    if held is None or not _alone(held):
         if held is not None:
             os.close(held)
         return False
@@ -114,6 +112,17 @@ def _swept(job: RunningJob) -> bool:
     gone = ownership.remove_folder(str(job.folder), held)
     ownership.remove_job_file(str(job.folder.parent / "job"), str(job.folder))
     return gone
+
+
+def _is_held(folder: Path) -> bool:
+    """True if another process holds the folder, or if that cannot be known."""
+    held = ownership.hold_folder(str(folder))
+    if held is None:
+        return True
+    try:
+        return not _alone(held)
+    finally:
+        os.close(held)
 
 
 def _remove_unheld(folder: str, nodes: list[str]) -> None:
@@ -138,7 +147,7 @@ def _remove_unheld(folder: str, nodes: list[str]) -> None:
 
 
 def _alone(held: int) -> bool:
-    """True if no guardian holds the folder."""
+    """True if no other process holds the folder."""
     try:
         fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:

@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, TypeAlias
 
@@ -273,13 +273,26 @@ class MemberEndpoint:
         self._known = book, found
         return found
 
-    def behind(self, version: int, timeout_s: float) -> frozenset[str]:
-        """The sinks that serve another version, or none.
+    def present(self) -> Incarnations:
+        """The members without those whose process has ended, or starts again after an end; what `incarnations` gives
+        of each."""
+        book, dead = self._runtime.address_book(), self._runtime.outbound.peers.dead
+
+        def is_there(name: str, incarnation: int) -> bool:
+            member = book.by_name.get(name)
+            # A member that restarts alone has no address before it serves. One that starts for the first time counts.
+            restarts = member is not None and member.incarnation > 0 and member.endpoint is None
+            return not restarts and (name, incarnation) not in dead
+
+        return {name: incarnation for name, incarnation in self.incarnations().items() if is_there(name, incarnation)}
+
+    def behind(self, members: Iterable[str], version: int, timeout_s: float) -> frozenset[str]:
+        """Those of some sinks that serve another version, or none.
 
         Raises:
             WeightSyncError: a sink does not answer.
         """
-        asked = {m: self.command(m, "weights_sink_describe", timeout_s=timeout_s) for m in self.incarnations()}
+        asked = {m: self.command(m, "weights_sink_describe", timeout_s=timeout_s) for m in members}
         served: dict[str, int | None] = {}
         for member, answer in asked.items():
             try:

@@ -31,7 +31,7 @@ from rlmesh.runtime.future import Future
 from rlmesh.runtime.group import RoleGroup
 from rlmesh.runtime.runtime import Runtime
 from rlmesh.weights.manifest import Casts
-from rlmesh.weights.members import MOST_VERSION, Endpoint, LocalSource, MemberEndpoint
+from rlmesh.weights.members import MOST_VERSION, Endpoint, Incarnations, LocalSource, MemberEndpoint
 from rlmesh.weights.planning.plan import DEFAULT_BUCKET_BYTES, SyncOptions, WeightPlan
 from rlmesh.weights.planning.source_state import ConfirmedVersion, LastCommit, check, require_same
 from rlmesh.weights.protocols import WeightSource
@@ -83,6 +83,8 @@ class WeightSync:
         timeout_s: deadline of a whole push.
         connect_timeout_s: deadline of members' answers when the plan is made.
         restored: the version that the source has, if the caller has restored it: see `source_restored`.
+        wait_for_restarts: a push waits for sinks that restart, at most ``connect_timeout_s`` seconds. False: it leaves
+            them out, unless all of them restart; they serve nothing before a later push or `catch_up`.
     """
 
     def __init__(
@@ -91,8 +93,8 @@ class WeightSync:
         allow_cast: bool | Mapping[str, str] | Iterable[tuple[str, str]] = False,
         channel: str | Mapping[str, str] = "auto", bucket_bytes: int = DEFAULT_BUCKET_BYTES,
         bucket_timeout_s: float = 60.0, flip_timeout_s: float = 60.0, timeout_s: float = 600.0,
-        connect_timeout_s: float = 60.0, restored: int | None = None, runtime: Runtime | None = None,
-        clock: Callable[[], float] = time.perf_counter,
+        connect_timeout_s: float = 60.0, restored: int | None = None, wait_for_restarts: bool = True,
+        runtime: Runtime | None = None, clock: Callable[[], float] = time.perf_counter,
     ) -> None:  # fmt: skip
         given: Any = [sinks] if isinstance(sinks, RoleGroup) else sinks
         groups = list(given) if isinstance(given, Iterable) else []
@@ -101,7 +103,7 @@ class WeightSync:
                 "WeightSync(source, sinks): name at least one role that receives weights, as RoleGroup('ROLLOUT'), not "
                 f"{sinks!r:.80}"
             )
-        for what, flag in (("snapshot", snapshot), ("verify", verify)):
+        for what, flag in (("snapshot", snapshot), ("verify", verify), ("wait_for_restarts", wait_for_restarts)):
             require(f"WeightSync({what}=…)", flag, bool, "True or False")
         require_number("WeightSync(bucket_bytes=…)", bucket_bytes, 1, 1 << 50)
         for what, seconds in (
@@ -120,6 +122,7 @@ class WeightSync:
             bucket_bytes, Casts.of(allow_cast), channel, "snapshot" if snapshot else "fenced", verify
         )
         self._timeouts = Timeouts(bucket_timeout_s, flip_timeout_s, timeout_s, connect_timeout_s)
+        self._waits = wait_for_restarts
         self._clock = clock
         self._lock = threading.Lock()
         self._session: SyncSession | None = None
@@ -127,6 +130,8 @@ class WeightSync:
         self._closed = False
         self.version: int | None = None
         """The version that was committed last."""
+        self._served: Incarnations = {}
+        """The sinks that got that version, and the incarnation of each."""
         self._last_commit: LastCommit | None = None
         self._confirmed: ConfirmedVersion | None = None
         if restored is not None:
@@ -170,6 +175,20 @@ class WeightSync:
         with self._lock:
             self._confirmed = ConfirmedVersion(version, dict(self._source.incarnations()))
 
+    @property
+    def served(self) -> tuple[str, ...]:
+        """Names of the sinks that got the last committed version, without those that have ended since, as far as this
+        process knows. Asks nobody."""
+        served = self._served
+        return tuple(name for name, now in self._sinks.present().items() if served.get(name) == now)
+
+    @property
+    def returned(self) -> tuple[str, ...]:
+        """Names of the sinks that lack the last committed version, since they restarted or joined, and that could get
+        it now, by `catch_up`. Asks nobody."""
+        served, present = self._served, self._sinks.present() if self.version is not None else {}
+        return tuple(name for name, now in present.items() if served.get(name) != now)
+
     def catch_up(self) -> tuple[str, ...]:
         """Push the last committed version to the sinks that do not serve it, since they restarted or joined later;
         returns their names. The source must still have these weights.
@@ -182,7 +201,9 @@ class WeightSync:
             self._wait_for_last()
             if self.version is None:
                 raise WeightSyncError("no version was committed yet: push(version) first")
-            behind = self._sinks.behind(self.version, self._timeouts.connect_s)
+            members = self._taking_part()
+            behind = self._sinks.behind(members, self.version, self._timeouts.connect_s)
+            self._served = {name: now for name, now in members.items() if name not in behind}
             if behind:
                 session = SyncSession.open(self._source, self._sinks, self._options, self._timeouts, only=behind)
                 try:
@@ -249,14 +270,23 @@ class WeightSync:
     def _last_session(self) -> SyncSession | None:
         """The session of the last push, if it has not failed and its members are the current ones."""
         session = self._session
-        if session is not None and (session.failed or not session.is_of(self._source, self._sinks)):
+        if session is not None and (
+            session.failed
+            or not session.is_of(self._source, self._sinks)
+            or set(session.sink_names) != self._taking_part().keys()
+        ):
             self._drop_session()
         return self._session
 
     def _new_session(self) -> SyncSession:
         self._drop_session()
-        self._session = SyncSession.open(self._source, self._sinks, self._options, self._timeouts)
+        members = self._taking_part()
+        self._session = SyncSession.open(self._source, self._sinks, self._options, self._timeouts, only=members)
         return self._session
+
+    def _taking_part(self) -> Incarnations:
+        """The sinks of the next push, and the incarnation of each."""
+        return (self._sinks.incarnations() if self._waits else self._sinks.present()) or self._sinks.incarnations()
 
     def _drop_session(self) -> None:
         session, self._session = self._session, None
@@ -345,6 +375,7 @@ class WeightSync:
         )
         if newest:
             self.version, self._last_commit = push.version, session.commit_of(push.version)
+        self._served = {**({} if newest else self._served), **session.sinks}
         future.end(report, None)
 
 

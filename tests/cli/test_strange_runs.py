@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -16,6 +17,7 @@ from rlmesh.cli.main import main
 from rlmesh.job.status import FailureInfo, JobStatus
 from rlmesh.run_directory.discovery import RunningJob, running_jobs
 from rlmesh.run_directory.records import read_end, remember, write_end
+from rlmesh.run_directory.workspace import Hold
 from tests.own_time import HANG_S
 
 STRANGER = 65534
@@ -28,22 +30,34 @@ def said(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str
     return code, captured.out, captured.err
 
 
-def running(base: Path, name: str = "rlm-mine") -> Path:
-    """The socket folder of a job that runs: this process is its driver."""
-    folder = base / name
-    folder.mkdir(0o700)
-    (folder / "n0").mkdir(0o700)
-    about = {
-        "job_id": "mine-1", "job_name": "mine", "run_dir": str(base), "master_endpoint": "unix:///x",
-        "started_at": 1.0, "driver_pid": os.getpid(),
-    }  # fmt: skip
-    (folder / "n0" / "about.json").write_text(json.dumps(about))
-    return folder
+Running = Callable[..., Path]
+
+
+@pytest.fixture
+def running(tmp_path: Path) -> Iterator[Running]:
+    """Makes the socket folder of a job that runs: this process is its driver."""
+    holds = []
+
+    def make(name: str = "rlm-mine") -> Path:
+        folder = tmp_path / name
+        folder.mkdir(0o700)
+        holds.append(Hold(folder))
+        (folder / "n0").mkdir(0o700)
+        about = {
+            "job_id": "mine-1", "job_name": "mine", "run_dir": str(tmp_path), "master_endpoint": "unix:///x",
+            "started_at": 1.0, "driver_pid": os.getpid(),
+        }  # fmt: skip
+        (folder / "n0" / "about.json").write_text(json.dumps(about))
+        return folder
+
+    yield make
+    for hold in holds:
+        hold.release()
 
 
 @pytest.mark.case("a11")
-def test_what_others_plant_beside_the_sockets_of_a_job_is_not_looked_at(tmp_path: Path) -> None:
-    mine = running(tmp_path)
+def test_what_others_plant_beside_the_sockets_of_a_job_is_not_looked_at(running: Running, tmp_path: Path) -> None:
+    mine = running()
     assert [job.folder for job in running_jobs((str(tmp_path),))] == [mine / "n0"]
     # A folder that all may enter, with links to the real one: a second entry, which `stop` would find left over.
     planted = tmp_path / "rlm-planted"
@@ -59,9 +73,9 @@ def test_what_others_plant_beside_the_sockets_of_a_job_is_not_looked_at(tmp_path
 
 @as_root
 @pytest.mark.case("a11")
-def test_folders_of_other_owners_are_not_looked_at(tmp_path: Path) -> None:
-    mine = running(tmp_path)
-    theirs = running(tmp_path, "rlm-theirs")
+def test_folders_of_other_owners_are_not_looked_at(running: Running, tmp_path: Path) -> None:
+    mine = running()
+    theirs = running("rlm-theirs")
     os.mkfifo(theirs / "n0" / "pipe")
     for path in (theirs / "n0", theirs):
         os.chown(path, STRANGER, STRANGER)
@@ -102,8 +116,8 @@ def test_the_folder_of_a_driver_that_was_killed_before_its_job_began_is_removed(
 
 
 @pytest.mark.parametrize("change", [{"driver_pid": "x"}, {"started_at": None}, {"job_name": ["x"]}, {"more": 1}])
-def test_an_entry_that_makes_no_sense_is_left_out(change: dict[str, object], tmp_path: Path) -> None:
-    path = running(tmp_path) / "n0" / "about.json"
+def test_an_entry_that_makes_no_sense_is_left_out(change: dict[str, object], running: Running, tmp_path: Path) -> None:
+    path = running() / "n0" / "about.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | change))
     assert running_jobs((str(tmp_path),)) == []
     assert RunningJob.__name__ == "RunningJob"

@@ -11,7 +11,7 @@ ENGINES_PYTHON := $(ENGINES_VENV)/bin/python
 ENGINES_PIP := $(ENGINES_PYTHON) -m pip --retries 2 --timeout 30 install --no-input --disable-pip-version-check \
   --progress-bar off --no-compile $(PIP_ARGS)
 # The longest files first, so that no job is left alone with one of them at the end.
-ENGINES_LONGEST := $(addprefix tests/engines/test_,vllm.py training_engines.py training_checkpoints.py)
+ENGINES_LONGEST := $(addprefix tests/engines/test_,vllm.py training_engines.py training_checkpoint_ranks.py)
 ENGINES_TESTS := $(ENGINES_LONGEST) $(filter-out $(ENGINES_LONGEST),$(wildcard tests/engines/test_*.py)) \
   tests/observe/test_trackers.py
 ENGINES_READY := $(ENGINES_VENV)/.engines-ready-$(CHOICE)
@@ -24,7 +24,7 @@ comma := ,
 
 engines: $(ENGINES_READY)
 	$(ENGINES_PYTHON) tests/engines/installed.py
-	OMP_NUM_THREADS=1 $(ENGINES_PYTHON) -m pytest -m "engines and not soak" $(ENGINES_TESTS) -n $(TEST_JOBS) --dist loadscope \
+	OMP_NUM_THREADS=1 $(ENGINES_PYTHON) -m pytest -m "engines and not soak" $(ENGINES_TESTS) -n $(SLOW_JOBS) --dist loadscope \
 	  --no-loadscope-reorder $(ENGINES_ARGS)
 
 # torch first, so that what follows takes this one. The three that go again are for another torch, and each of them

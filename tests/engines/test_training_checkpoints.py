@@ -24,9 +24,7 @@ from rlmesh.errors import UsageError
 from rlmesh.rl.engines.training.checkpoint.checked_reading import TensorsOnly
 from rlmesh.rl.engines.training.checkpoint.checksums import sums_of
 from rlmesh.rl.engines.training.checkpoint.folders import CURRENT, CheckpointFolder, Saved, SavingThread
-from rlmesh.testing import LocalCluster
-from tests.engines import checkpoint_writer, training_job
-from tests.engines.test_training_engines import WITH_DEEPSPEED
+from tests.engines import checkpoint_writer
 from tests.own_time import HANG_S
 
 # torch says so whenever a process is alone.
@@ -161,41 +159,6 @@ def test_a_checkpoint_that_is_not_ready_in_time_goes_on(tmp_path: Path) -> None:
     gate.set()
     assert saving.result(HANG_S) == tmp_path
     saver.wait()
-
-
-def kinds(*names: str, soak: bool = False) -> Any:
-    marks = [*WITH_DEEPSPEED] if any(name.startswith("zero") for name in names) else []
-    marks += [pytest.mark.soak] if soak else []
-    return pytest.param(names[0], names[1], marks=marks, id=f"{names[0]} to {names[1]}")
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(400)
-@pytest.mark.parametrize("ranks", [(2, 1), (1, 2)], ids=["2 ranks to 1", "1 rank to 2"])
-@pytest.mark.parametrize(
-    ("writer", "reader"),
-    [
-        kinds("ddp", "fsdp2"),
-        kinds("fsdp2", "ddp"),
-        kinds("zero3", "zero2"),
-        kinds("fsdp2", "zero3", soak=True),
-        kinds("zero1", "ddp", soak=True),
-    ],
-)
-def test_other_engines_of_other_sizes_go_on_from_it(
-    writer: str, reader: str, ranks: tuple[int, int], tmp_path: Path
-) -> None:
-    """Weights after the next step are those that the writer has after its next step."""
-    for kind, count, task in ((writer, ranks[0], "leave"), (reader, ranks[1], "take")):
-        with LocalCluster(run_root=tmp_path):
-            told: dict[str, Any] = {task: kind}
-            training_job.build(tmp_path, count, **told).submit(task)
-    left, taken = (torch.load(tmp_path / f"{task}.pt", weights_only=False) for task in ("leave", "take"))
-    assert training_job.same(left["saved"], taken["saved"]), "weights are equal to the bit"
-    assert taken["steps"] == left["steps"] == 4
-    for name, tensor in left["next"].items():
-        assert (tensor - left["saved"][name]).abs().max() > 1e-4
-        torch.testing.assert_close(taken["next"][name], tensor, rtol=0, atol=2e-4)
 
 
 class Payload:

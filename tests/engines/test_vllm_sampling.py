@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import math
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -93,6 +95,48 @@ class Suite:
         (cut,) = engine.generate([[5, 6, 7]], replace(params, stop=("no!", text)))
         end = next(i for i in range(41) if text in tokenizer.decode(free.token_ids[:i]))
         assert cut.token_ids == free.token_ids[:end] and cut.finish_reason == "stop"
+
+    def test_a_response_ends_at_its_time_limit_with_the_tokens_that_it_has(self, made: Any) -> None:
+        engine, _, _ = made
+        seed, free = self.longest(engine)
+        params = replace(LONG, seed=seed)
+        limited = engine.submit(free.prompt_token_ids, replace(params, time_limit_s=1e-6))
+        other = engine.submit(free.prompt_token_ids, replace(params, time_limit_s=600.0))
+        sample = limited.result(60)
+        assert sample.finish_reason == "time" and 0 < len(sample.token_ids) < len(free.token_ids)
+        assert sample.token_ids == free.token_ids[: len(sample.token_ids)]
+        assert other.result(60).token_ids == free.token_ids, "the other one goes on undisturbed"
+        running = engine._running if self.kind == "sync" else engine._stretches
+        until(lambda: not running)
+
+    def test_the_time_limit_goes_on_in_a_pause(self, made: Any) -> None:
+        engine, _, _ = made
+        seed, free = self.longest(engine)
+        parts: list[int] = []
+        limited = engine.submit(
+            free.prompt_token_ids,
+            replace(LONG, seed=seed, time_limit_s=1.0),
+            on_tokens=lambda ids, _: parts.append(len(ids)),
+        )
+        begun = (
+            (lambda: any(row.ends_at < math.inf for row, _ in list(engine._running.values())))
+            if self.kind == "sync"
+            else (lambda: any(each.timer is not None for each in list(engine._stretches.values())))
+        )
+        until(begun)
+        engine.pause("keep")
+        sampled = sum(parts)
+        time.sleep(1.1)
+        engine.resume()
+        sample = limited.result(60)
+        assert sample.finish_reason == "time" and len(sample.token_ids) == sum(parts)
+        assert sum(parts) == sampled, "nothing is sampled after the pause"
+
+    def longest(self, engine: Any) -> tuple[int, Any]:
+        """Of some responses without a limit of time the longest one, and its seed."""
+        futures = [engine.submit([5, 6, 7], replace(LONG, seed=seed)) for seed in range(16)]
+        found = [future.result(60) for future in futures]
+        return max(enumerate(found), key=lambda one: len(one[1].token_ids))
 
     def test_futures_can_be_cancelled(self, made: Any) -> None:
         engine, _, _ = made

@@ -197,14 +197,6 @@ def share() -> Rows:
     return WHOLE.split(dist.get_world_size())[dist.get_rank()]
 
 
-def goes_on(engine: Any) -> dict[str, Any]:
-    steps, saved = engine.steps, weights_of(engine)
-    engine.train_step(share(), policy_loss(WHOLE))
-    seen = {"steps": steps, "saved": saved, "next": weights_of(engine)}
-    engine.close()
-    return seen
-
-
 class Actor(SendsWeights):
     def setup(self) -> None:
         torch.set_num_threads(1)
@@ -221,21 +213,6 @@ class Actor(SendsWeights):
         place.mkdir(exist_ok=True)
         seen = exercise(kind, place, share())
         torch.save(seen, place / f"rank-{rank}.pt")
-
-    @rpc
-    def leave(self, kind: str, folder: str) -> dict[str, Any]:
-        """Train and save; what was saved, and what the next step makes of it."""
-        engine = make_engine(kind, build_policy(), OPTIONS)
-        for _ in range(4):
-            engine.train_step(share(), policy_loss(WHOLE))
-        engine.save(Path(folder)).result(60)
-        return goes_on(engine)
-
-    @rpc
-    def take(self, kind: str, folder: str) -> dict[str, Any]:
-        engine = make_engine(kind, build_policy(seed=5), OPTIONS)
-        engine.load(Path(folder))
-        return goes_on(engine)
 
     @rpc
     def prepare(self, kind: str, lora: Any) -> None:
@@ -299,10 +276,6 @@ class Trainer:
         settings = current_worker().job_info.user_config
         for kind in settings["kinds"]:
             RoleGroup[Any]("ACTOR").call("exercise", kind, f"{settings['out']}/{kind}").result(300)
-        for task in ("leave", "take"):
-            if settings[task]:
-                called = RoleGroup[Any]("ACTOR").call(task, settings[task], f"{settings['out']}/checkpoint")
-                torch.save(called.result(120)[0], f"{settings['out']}/{task}.pt")
         for kind in settings["sources"]:
             cases = CASES if settings["peft"] else CASES[:2]
             seen = {(lora, dtype): push(kind, lora, dtype) for lora, dtype in cases}
@@ -329,13 +302,8 @@ def push(kind: str, lora: str, dtype: str) -> dict[str, Any]:
     return {"given": list(given), "taken": taken, "tied": tied, "buckets": buckets, "left": left, "refused": refused}
 
 
-def build(
-    out: Path, ranks: int, *, kinds: Sequence[str] = (), sources: Sequence[str] = (), peft: bool = False,
-    leave: str = "", take: str = "",
-) -> Any:  # fmt: skip
-    settings = {
-        "out": str(out), "kinds": list(kinds), "sources": list(sources), "peft": peft, "leave": leave, "take": take
-    }  # fmt: skip
+def build(out: Path, ranks: int, *, kinds: Sequence[str] = (), sources: Sequence[str] = (), peft: bool = False) -> Any:
+    settings = {"out": str(out), "kinds": list(kinds), "sources": list(sources), "peft": peft}
     builder = RLJobBuilder().config(settings).device_type("CPU")
     builder.trainer(Trainer).resource(cpu=0)
     builder.actor(Actor).total(ranks).resource(cpu=0)

@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import time
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,7 @@ import pytest
 from rlmesh.runtime.connections.security import write_key_file
 from tests.launcher.nodes import node, two_nodes
 from tests.master.launched import Launched, alive, descendants
-from tests.own_time import OwnTime
+from tests.own_time import HANG_S, OwnTime
 
 NAMELESS = "import socket; socket.gethostname = socket.getfqdn = lambda *_: 'nowhere.invalid'; " \
            "from rlmesh.cli.main import main; import sys; sys.exit(main(sys.argv[1:]))"  # fmt: skip
@@ -164,10 +165,12 @@ def test_a_script_that_ends_at_once_does_not_let_the_others_wait(tmp_path: Path)
     """They look for the head again and again, and have hardly seen it."""
     script = tmp_path / "bad.py"
     script.write_text("raise ValueError('mine')\n")
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        endpoint = f"127.0.0.1:{free.getsockname()[1]}"
-    with node(tmp_path, 1, 2, endpoint) as other:
-        time.sleep(1.0)
+    with ExitStack() as stack:
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            endpoint = f"127.0.0.1:{free.getsockname()[1]}"
+            other = stack.enter_context(node(tmp_path, 1, 2, endpoint))
+            free.settimeout(HANG_S)
+            free.accept()[0].close()  # it has begun to look
         with node(tmp_path, 0, 2, endpoint, script=script) as head:
             assert head.ended() == 1
         assert other.ended() == 1

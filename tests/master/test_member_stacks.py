@@ -15,6 +15,10 @@ from rlmesh.runtime.runtime import Runtime
 OWN = 'Main thread 0x1 [MainThread] (most recent call first):\n  File "own.py", line 3 in work'
 
 
+METHODS: tuple[str, ...] = ()
+"""The only answer of a peer that is too slow to write its stacks."""
+
+
 def member(role: str, endpoint: str, node_rank: int = 0) -> Member:
     place = Placement(role, 0, node_rank, 0, 1, 0, 1, (), 0, 0)
     return Member(place, "log", "running", pid=7, endpoint=endpoint)
@@ -30,8 +34,9 @@ class _Peer:
         return self
 
     async def call(self, method: str, *args: Any) -> Any:
-        self.asked.append((method, *args))
-        if self._answer is None:
+        if method != "methods":
+            self.asked.append((method, *args))
+        if self._answer is None or (self._answer is METHODS and method != "methods"):
             raise CallTimeout("no answer came")
         return self._answer(*args) if callable(self._answer) else self._answer
 
@@ -95,3 +100,11 @@ async def test_nobody_gets_a_signal_if_none_may_be_sent() -> None:
     )
     assert agent.asked == [("examine", (("A", 0, 0),), ())]
     assert stack.text == "" and stack.state == "sleeps"
+
+
+async def test_a_member_that_answers_and_is_slow_to_write_its_stacks_gets_no_signal() -> None:
+    agent = _Peer(look)
+    slow = member("A", "a")
+    (stack,) = await examine(cast(Runtime, _Members(a=_Peer(METHODS))), [slow], lambda node: cast(Any, agent))
+    assert agent.asked == [("examine", (("A", 0, 0),), ())]
+    assert (stack.text, stack.state) == ("it answers, but its stacks did not come: no answer came", "sleeps")

@@ -51,7 +51,10 @@ class WeightMesh:
         name = member_name(role, rank)
         runtime = self._runtimes[name]
         runtime.serve(name, member, incarnation=incarnation)
-        self._addresses[name] = MemberAddress(role, rank, incarnation, runtime.endpoint)
+        self._publish(MemberAddress(role, rank, incarnation, runtime.endpoint))
+
+    def _publish(self, address: MemberAddress) -> None:
+        self._addresses[address.name] = address
         self._version += 1
         book = AddressBook(self._version, tuple(self._addresses.values()))
         for each in self._runtimes.values():
@@ -100,6 +103,11 @@ class WeightMesh:
         name = member_name("ROLLOUT", rank)
         self.sinks.pop(name).close_weights()
         self._runtimes.pop(name).close()
+
+    def announce_restart(self, rank: int) -> None:
+        """The master's news that a sink is being restarted: it has no address before it serves again."""
+        before = self._addresses[member_name("ROLLOUT", rank)]
+        self._publish(MemberAddress("ROLLOUT", rank, before.incarnation + 1, None))
 
     def restart_sink(self, weights: Any, rank: int, *, tap: Any = None) -> Sink:
         incarnation = self._addresses[member_name("ROLLOUT", rank)].incarnation + 1

@@ -18,7 +18,7 @@ from rlmesh.weights.planning.plan import Mode
 from rlmesh.weights.protocols import WeightSink
 from rlmesh.weights.transfer.tensor_bytes import UNIT_BYTES
 from tests.own_time import HANG_S, OwnTime
-from tests.weights.mesh import WeightMesh, arrays, segments
+from tests.weights.mesh import WeightMesh, arrays, segments, until
 
 BUCKETS = 20
 SIZES = [4096] * BUCKETS
@@ -320,6 +320,70 @@ def test_a_sink_that_has_not_started_again_is_told_as_such(mesh: WeightMesh) -> 
             sync.catch_up()
     assert isinstance(raised.value.__cause__, CallTimeout)
     assert CallError.details(raised.value.__cause__).executed == "no"
+
+
+def test_a_push_leaves_sinks_out_that_restart(mesh: WeightMesh) -> None:
+    """The others get each version meanwhile; the one that is back gets the last version, or the next one."""
+    weights, sinks = arrays(1), [ArraySink(arrays(0)) for _ in range(2)]
+    members = [mesh.add_sink(sink, rank) for rank, sink in enumerate(sinks)]
+    mesh.add_source(ArraySource(weights))
+    sync = mesh.sync(wait_for_restarts=False, **OPTIONS)
+
+    def known() -> tuple[tuple[str, ...], tuple[str, ...]]:
+        return sync.served, sync.returned
+
+    assert known() == ((), ())
+    both = ("ROLLOUT:0", "ROLLOUT:1")
+    assert sync.push(1).result(HANG_S).sinks == both and known() == (both, ())
+
+    def restarts(rank: int) -> None:
+        mesh.stop_sink(rank)
+        mesh.announce_restart(rank)
+        name = f"ROLLOUT:{rank}"
+        until(lambda: name not in sync.served)
+
+    restarts(1)
+    assert known() == (("ROLLOUT:0",), ())
+    for version in (2, 3):
+        weights["layer.0"] += 1
+        assert sync.push(version).result(HANG_S).sinks == ("ROLLOUT:0",)
+    check_serves(sinks[0], members[0], 3, weights)
+    assert sync.catch_up() == ()
+
+    back = mesh.add_sink(sinks[1], 1, incarnation=1)
+    assert back.weights.version is None and known() == (("ROLLOUT:0",), ("ROLLOUT:1",))
+    assert sync.catch_up() == ("ROLLOUT:1",) and known() == (both, ())
+    check_serves(sinks[1], back, 3, weights)
+    weights["layer.0"] += 1
+    assert sync.push(4).result(HANG_S).sinks == both and known() == (both, ())
+
+    restarts(0)
+    mesh.add_sink(sinks[0], 0, incarnation=1)
+    assert known() == (("ROLLOUT:1",), ("ROLLOUT:0",))
+    weights["layer.0"] += 1
+    assert sync.push(5).result(HANG_S).sinks == both and known() == (both, ())
+    check_serves(sinks[0], mesh.sinks["ROLLOUT:0"], 5, weights)
+
+
+def test_a_push_to_sinks_that_all_restart_waits_for_them(mesh: WeightMesh) -> None:
+    weights = arrays(1)
+    mesh.add_sink(ArraySink(arrays(0)), 0)
+    sync = mesh.sync(ArraySource(weights), wait_for_restarts=False, connect_timeout_s=HANG_S)
+    sync.push(1).result(HANG_S)
+    mesh.stop_sink(0)
+    mesh.announce_restart(0)
+    until(lambda: not sync.served)
+    sink = ArraySink(arrays(0))
+    pushed: list[object] = []
+    thread = threading.Thread(target=lambda: pushed.append(sync.push(2).result(HANG_S)))
+    thread.start()
+    try:
+        assert not pushed
+    finally:
+        member = mesh.add_sink(sink, 0, incarnation=1)
+        thread.join(HANG_S)
+    assert pushed and sync.served == ("ROLLOUT:0",)
+    check_serves(sink, member, 2, weights)
 
 
 def test_a_sink_that_joins_later_is_part_of_the_next_push(mesh: WeightMesh) -> None:

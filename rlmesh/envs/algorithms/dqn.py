@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from rlmesh.envs.algorithms.off_policy import SEQUENCES, OffPolicy, OffPolicyConfig
-from rlmesh.envs.learners.schedule import schedule_problem
+from rlmesh.envs.algorithms.off_policy import OffPolicy, OffPolicyConfig
+from rlmesh.envs.settings.allowed import FLAG, SHARE, number, schedule, whole
 
 if TYPE_CHECKING:
     from rlmesh.envs.learners.learner import Learner
@@ -24,9 +24,8 @@ class DQNConfig(OffPolicyConfig):
     ``tau``                         share by which the target then moves to the network; 1 copies it
     ==============================  ===============================================================================
 
-    With ``rl_module(model_config={"use_lstm": True})``, and ``"SequenceReplayBuffer"`` as the type of the buffer, DQN
-    learns from sequences of ``max_seq_len`` steps; see `rlmesh.envs.learners.recurrent_dqn`. ``train_batch_size`` is
-    then rounded up to whole sequences.
+    With ``use_lstm`` or ``use_attention`` in the ``model_config``, and ``"SequenceReplayBuffer"`` as the type of the
+    buffer, DQN learns from sequences of ``max_seq_len`` steps; see `rlmesh.envs.learners.recurrent.dqn`.
     """
 
     algo_class: ClassVar = "rlmesh.envs.algorithms.dqn.DQN"
@@ -34,30 +33,23 @@ class DQNConfig(OffPolicyConfig):
         "double_q": True, "dueling": True, "epsilon": [[0, 1.0], [8_000, 0.04]], "target_network_update_freq": 128,
         "tau": 1.0,
     }  # fmt: skip
+    allowed: ClassVar = {
+        "double_q": FLAG, "dueling": FLAG, "epsilon": schedule(number(0, 1)), "target_network_update_freq": whole(1),
+        "tau": SHARE,
+    }  # fmt: skip
     changed_defaults: ClassVar = {
         "lr": 2.3e-3, "train_batch_size": 64, "rollout_fragment_length": 256, "training_intensity": 32.0, "n_step": 3,
         "replay_buffer_config": {"type": "PrioritizedReplayBuffer", "capacity": 100_000}, "grad_clip": 10.0,
     }  # fmt: skip
 
     def learner_class(self) -> type[Learner]:
-        if self._uses_lstm():
-            from rlmesh.envs.learners.recurrent_dqn import RecurrentDQNLearner
+        if self._uses_memory():
+            from rlmesh.envs.learners.recurrent.dqn import RecurrentDQNLearner
 
             return RecurrentDQNLearner
         from rlmesh.envs.learners.dqn import DQNLearner
 
         return DQNLearner
-
-    def _uses_lstm(self) -> bool:
-        return bool({**self._values["model"], **self._values["model_config"]}.get("use_lstm"))
-
-    def _sequence_problems(self) -> list[str]:
-        if self._uses_lstm() == self._replays_sequences():
-            return []
-        return [
-            f"use_lstm and replay_buffer_config={{'type': {SEQUENCES!r}}} belong together: a module with memory learns "
-            "from sequences; set both or none"
-        ]
 
     def policy_config(self) -> dict[str, Any]:
         from rlmesh.envs.modules.q_module import QModule
@@ -66,24 +58,6 @@ class DQNConfig(OffPolicyConfig):
         config["module_class"] = config["module_class"] or QModule
         config["model_config"] = {"dueling": self._values["dueling"], **config["model_config"]}
         return config
-
-    def problems(self) -> list[str]:
-        values, found = self._values, super().problems()
-        if problem := schedule_problem("epsilon", values["epsilon"]):
-            found.append(problem)
-        frequency = values["target_network_update_freq"]
-        if type(frequency) is not int or frequency < 1:
-            found.append(f"target_network_update_freq: a whole number of at least 1, not {frequency!r}")
-        return found + share_problems(values, "tau")
-
-
-def share_problems(values: Any, *names: str) -> list[str]:
-    """The faults of settings that are above 0 and at most 1."""
-    return [
-        f"{name}: a number above 0 and at most 1, not {values[name]!r}"
-        for name in names
-        if not (isinstance(values[name], int | float) and 0 < values[name] <= 1)
-    ]
 
 
 class DQN(OffPolicy):

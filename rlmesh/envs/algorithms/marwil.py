@@ -12,9 +12,12 @@ from rlmesh.envs.algorithms.algorithm_config import AlgorithmConfig
 from rlmesh.envs.algorithms.results import ResultDict
 from rlmesh.envs.algorithms.train_ops import train_one_step
 from rlmesh.envs.batches import columns
+from rlmesh.envs.learners.learner import MAX_SEQ_LEN, threads
+from rlmesh.envs.offline.recorded_sequences import RecordedSequences
 from rlmesh.envs.offline.recorded_steps import RecordedSteps
 from rlmesh.envs.offline.sources import parts_of, source_problem
 from rlmesh.envs.runners.env_runner import EnvRunner
+from rlmesh.envs.settings.allowed import number
 from rlmesh.errors import UsageError
 
 if TYPE_CHECKING:
@@ -32,11 +35,15 @@ class MARWILConfig(AlgorithmConfig):
     ``vf_coeff``                                  weight of half the squared error of the values
     ``moving_average_sqd_adv_norm_start``         the squared scale of the advantages at the start
     ``moving_average_sqd_adv_norm_update_rate``   share by which a minibatch moves it
-    ``train_batch_size``                          rows of an update
+    ``train_batch_size``                          rows of an update; with memory, rounded up to whole sequences
     ============================================  ====================================================================
 
     The environment gives the spaces, and is played by `Algorithm.evaluate` only. A truncated or cut episode is
     bootstrapped from the value of the observation after its last step.
+
+    With ``use_lstm`` or ``use_attention``, updates have sequences of ``max_seq_len`` steps. Recorded steps have no
+    states of the module: at the beginning of each training step, it passes over the episodes that the updates draw
+    from, and sequences begin with its states there.
     """
 
     algo_class: ClassVar = "rlmesh.envs.algorithms.marwil.MARWIL"
@@ -44,6 +51,10 @@ class MARWILConfig(AlgorithmConfig):
     training_defaults: ClassVar = {
         "beta": 1.0, "vf_coeff": 1.0, "moving_average_sqd_adv_norm_start": 100.0,
         "moving_average_sqd_adv_norm_update_rate": 1e-8,
+    }  # fmt: skip
+    allowed: ClassVar = {
+        "beta": number(0), "vf_coeff": number(0), "moving_average_sqd_adv_norm_start": number(0, above=True),
+        "moving_average_sqd_adv_norm_update_rate": number(0, 1),
     }  # fmt: skip
     changed_defaults: ClassVar = {"lr": 1e-4, "grad_clip": None, "train_batch_size": 2000, "adam_epsilon": 1e-8}
 
@@ -58,12 +69,6 @@ class MARWILConfig(AlgorithmConfig):
             found.append("offline_data(input_=…): name the recorded steps")
         elif (problem := source_problem(values["input_"])) is not None:
             found.append(problem)
-        for name in ("beta", "vf_coeff", "moving_average_sqd_adv_norm_update_rate"):
-            if not (isinstance(values[name], int | float) and values[name] >= 0):
-                found.append(f"{name}: a number of at least 0, not {values[name]!r}")
-        start = values["moving_average_sqd_adv_norm_start"]
-        if not (isinstance(start, int | float) and start > 0):
-            found.append(f"moving_average_sqd_adv_norm_start: a number above 0, not {start!r}")
         if values["num_env_runners"]:
             found.append("num_env_runners: nothing is sampled; for evaluation, set evaluation_num_env_runners")
         if values["min_env_steps_per_iteration"]:
@@ -91,6 +96,7 @@ class MARWIL(Algorithm):
 
     Attributes:
         data: the recorded steps.
+        sequences: the same as sequences, of a module with memory; None without memory.
     """
 
     @classmethod
@@ -120,6 +126,10 @@ class MARWIL(Algorithm):
             list(parts_of(config["input_"], rows, self._make)), rows, self.env_runner.action_space
         )
         self._last = self.data.last_observations() if config["beta"] else None
+        self.sequences: RecordedSequences | None = None
+        if self.get_policy().is_recurrent():
+            longest = self.get_module().model_config.get("max_seq_len", MAX_SEQ_LEN)
+            self.sequences = RecordedSequences(self.data, longest)
         self._rng = np.random.default_rng(config["seed"])
         self._order = np.zeros(0, np.int64)
 
@@ -132,33 +142,56 @@ class MARWIL(Algorithm):
         """Updates with random batches of the recorded steps; each step once, before any is there again."""
         size = min(self.config["train_batch_size"], len(self.data))
         updates = self.config["dataset_num_iters_per_learner"] or -(-len(self.data) // size)
-        targets = None
-        if self._last is not None:
-            values = self.get_policy().values_of(self._last)  # type: ignore[attr-defined]
-            targets = self.data.returns(self.config["gamma"], values)
+        drawn = [self._next_units(size) for _ in range(updates)]
+        states, targets = self._estimates(drawn)
         results = ResultDict()
-        for _ in range(updates):
-            rows = self._next_rows(size)
-            batch = self.data.batch[rows]
+        for units in drawn:
+            rows = units if self.sequences is None else self.sequences.rows(units)
+            batch = self.data.batch[rows] if self.sequences is None else self.sequences.batch(units, states)
             if targets is not None:
                 batch[columns.VALUE_TARGETS] = targets[rows]
             results = train_one_step(self, batch)
         return results
 
-    def _next_rows(self, size: int) -> np.ndarray:
-        while len(self._order) < size:
-            self._order = np.concatenate([self._order, self._rng.permutation(len(self.data))])
-        rows, self._order = self._order[:size], self._order[size:]
-        return rows
+    def _estimates(self, drawn: list[np.ndarray]) -> tuple[dict[str, np.ndarray], np.ndarray | None]:
+        """The states before sequences, if there are any, and the value targets of all rows, if they are learnt."""
+        states: dict[str, np.ndarray] = {}
+        values = np.zeros(0)
+        if self.sequences is not None:
+            wants = self._last is not None
+            with threads(self.get_policy().learner.torch_threads):  # type: ignore[attr-defined]
+                states, each = self.sequences.look(self.get_module(), np.concatenate(drawn), values=wants)
+            values = each[[not part.terminated for part in self.data.parts]]
+        elif self._last is not None:
+            values = self.get_policy().values_of(self._last)  # type: ignore[attr-defined]
+        return states, None if self._last is None else self.data.returns(self.config["gamma"], values)
+
+    @property
+    def _units(self) -> int:
+        """Number of what updates draw: rows, or sequences."""
+        return len(self.data if self.sequences is None else self.sequences)
+
+    def _next_units(self, size: int) -> np.ndarray:
+        """The next units with at least ``size`` steps; each unit comes once, before any comes again."""
+        while (count := self._count_of(size)) > len(self._order):
+            self._order = np.concatenate([self._order, self._rng.permutation(self._units)])
+        units, self._order = self._order[:count], self._order[count:]
+        return units
+
+    def _count_of(self, size: int) -> int:
+        """How many units of the order have ``size`` steps; more than there are if all together have fewer."""
+        if self.sequences is None:
+            return size
+        return int(np.searchsorted(np.cumsum(self.sequences.lengths[self._order]), size)) + 1
 
     def get_state(self) -> dict[str, Any]:
         return {**super().get_state(), "rows": {
-            "order": self._order, "rng": self._rng.bit_generator.state, "of": len(self.data),
+            "order": self._order, "rng": self._rng.bit_generator.state, "of": self._units,
         }}  # fmt: skip
 
     def set_state(self, state: Mapping[str, Any]) -> None:
         rows = state["rows"]
-        if rows["of"] == len(self.data):  # otherwise the numbers are those of other rows: a new pass begins
+        if rows["of"] == self._units:  # otherwise the numbers are those of other units: a new pass begins
             self._order = rows["order"]
         self._rng.bit_generator.state = rows["rng"]
         super().set_state(state)

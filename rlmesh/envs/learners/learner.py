@@ -73,14 +73,19 @@ class Learner:
         small = sum(p.numel() for p in self._parameters) < SMALL and not convolutions
         self._threads: int | None = self.config.get("torch_threads") or (1 if small else None)
 
+    @property
+    def torch_threads(self) -> int | None:
+        """Threads that torch is to use for passes over batches; None: as many as it uses anyway."""
+        return self._threads
+
     @classmethod
     def require_fit(cls, module: RLModule) -> None:
         """Raise `UsageError` if the module has memory and the loss does not work with sequences."""
         if module.is_stateful() and not cls.recurrent:
             raise UsageError(
-                f"{cls.__name__} cannot train a module with memory, such as one with use_lstm or use_attention; PPO, "
-                "APPO, IMPALA, A2C and PG can, and DQN with use_lstm. A learner of your own needs recurrent = True, "
-                "and calls self.forward(batch) in its loss"
+                f"{cls.__name__} cannot train a module with memory, such as one with use_lstm or use_attention. With "
+                "these settings, built-in algorithms choose learners that can. A learner of your own needs "
+                "recurrent = True, and calls self.forward(batch) in its loss"
             )
 
     def make_optimizer(self, parameters: list[torch.nn.Parameter]) -> FlatAdam | torch.optim.Optimizer:

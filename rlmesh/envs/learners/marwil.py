@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -22,6 +22,8 @@ class MARWILLearner(Learner):
     has the same weight and values are not learnt: behaviour cloning.
     """
 
+    recurrent: ClassVar = True
+
     def __init__(self, module: RLModule, config: Mapping[str, Any]) -> None:
         super().__init__(module, config)
         imitates = (columns.OBS, columns.ACTIONS)
@@ -31,7 +33,7 @@ class MARWILLearner(Learner):
     def loss(self, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         config, distribution = self.config, self.module.distribution
         assert distribution is not None
-        outputs = self.module.forward_train(batch)
+        outputs, batch = self.forward(batch)
         inputs = outputs[columns.ACTION_DIST_INPUTS]
         logp = distribution.log_prob(inputs, batch[columns.ACTIONS])
         entropy = distribution.entropy(inputs).mean()

@@ -91,7 +91,7 @@ class OffPolicyLearner(Learner):
         """γ^k where the episode goes on after the transition of k steps, 0 where it is terminated, ``[rows]``."""
         gamma = self.config["gamma"]
         steps = batch.get("n_steps")
-        discount = gamma if steps is None else gamma ** steps.to(torch.float32)
+        discount = gamma if steps is None else gamma ** steps.to(batch[columns.REWARDS].dtype)
         return torch.where(batch[columns.TERMINATEDS], 0.0, discount)
 
     def descend(self, name: str, loss: torch.Tensor, optimizer: AnyOptimizer, parameters: Any) -> None:

@@ -68,10 +68,11 @@ class SACLearner(OffPolicyLearner):
             "entropy": entropy, "qf_mean": values.detach().mean(),
         }  # fmt: skip
 
-    def _drawn(self, obs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def _drawn(self, obs: Any) -> tuple[torch.Tensor, torch.Tensor]:
         """Actions of the policy, ``[rows, dim]``, and their log-densities."""
-        normal = torch.randn((len(obs), self.module.distribution.dim), generator=self.generator)
-        return self.module.distribution.rsample(self.module.actor(obs), normal)
+        inputs = self.module.actor(obs)
+        normal = torch.randn((len(inputs), self.module.distribution.dim), generator=self.generator)
+        return self.module.distribution.rsample(inputs, normal)
 
     def prepare_exploration(self, sampled: int) -> None:
         starts = self.config["num_steps_sampled_before_learning_starts"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -12,9 +12,10 @@ import torch
 from torch import nn
 
 from rlmesh.envs.environments.registry import did_you_mean
+from rlmesh.envs.settings.model import INITIALIZERS
 from rlmesh.errors import UsageError
 
-__all__ = ["ACTIVATIONS", "Features", "ImageEncoder", "LogStdColumns", "encoder_of", "is_image", "mlp"]
+__all__ = ["ACTIVATIONS", "Features", "ImageEncoder", "LogStdColumns", "encoder_of", "initialize", "is_image", "mlp"]
 
 ACTIVATIONS: dict[str, type[nn.Module]] = {
     "tanh": nn.Tanh, "relu": nn.ReLU, "silu": nn.SiLU, "elu": nn.ELU, "gelu": nn.GELU,
@@ -41,6 +42,22 @@ def mlp(sizes: Sequence[int], activation: str, *, last_gain: float | None = None
         nn.init.zeros_(linear.bias)
         layers += [linear] if is_last else [linear, ACTIVATIONS[activation]()]
     return nn.Sequential(*layers)
+
+
+def initialize(network: nn.Module, initializer: str) -> None:
+    """Draw the weights of linear layers and convolutions anew as torch does, unless they are to stay orthogonal.
+
+    Args:
+        initializer: a name of `INITIALIZERS`.
+    """
+    if initializer not in INITIALIZERS:
+        raise UsageError(
+            f"model_config: there is no initializer {initializer!r}.{did_you_mean(str(initializer), INITIALIZERS)}"
+        )
+    if initializer == "torch":
+        for layer in network.modules():
+            if isinstance(layer, nn.Linear | nn.Conv2d):
+                layer.reset_parameters()
 
 
 class Features(nn.Module):
@@ -127,7 +144,7 @@ class ImageEncoder(nn.Module):
         return features.reshape(*lead, self.size)
 
 
-def encoder_of(space: Any, config: dict[str, Any]) -> tuple[nn.Module, int]:
+def encoder_of(space: Any, config: Mapping[str, Any]) -> tuple[nn.Module, int]:
     """The encoder of an observation space, and the number of its features."""
     if is_image(space):
         encoder = ImageEncoder(space, config["conv_filters"], config["conv_features"])

@@ -9,10 +9,11 @@ import torch
 from torch import nn
 
 from rlmesh.envs.batches import columns
-from rlmesh.envs.modules.encoders import encoder_of, mlp
+from rlmesh.envs.modules.encoders import encoder_of, initialize, mlp
 from rlmesh.envs.modules.exploration import EpsilonGreedyActions
-from rlmesh.envs.modules.recurrent import LSTM_DEFAULTS, State, memory_of
+from rlmesh.envs.modules.recurrent import ATTENTION_DEFAULTS, LSTM_DEFAULTS, State, memory_of
 from rlmesh.envs.modules.rl_module import MODEL_DEFAULTS, RLModule
+from rlmesh.envs.settings.model import MODEL_ALLOWED
 from rlmesh.errors import UsageError
 
 __all__ = ["QModule"]
@@ -21,13 +22,15 @@ __all__ = ["QModule"]
 class QModule(RLModule):
     """Values Q(s, a) of discrete actions, and epsilon-greedy exploration with ``epsilon`` as a buffer.
 
-    With ``dueling``, Q(s, a) = V(s) + A(s, a) − mean A(s, ·) (Wang et al. 2016, equation 9). With ``use_lstm``, a
-    memory follows the encoder.
+    With ``dueling``, Q(s, a) = V(s) + A(s, a) − mean A(s, ·) (Wang et al. 2016, equation 9). With ``use_lstm`` or
+    ``use_attention``, a memory follows the encoder.
     """
 
     known_settings: Mapping[str, Any] = {
-        **MODEL_DEFAULTS, **LSTM_DEFAULTS, "fcnet_hiddens": (128, 128), "fcnet_activation": "relu", "dueling": True,
+        **MODEL_DEFAULTS, **LSTM_DEFAULTS, **ATTENTION_DEFAULTS, "fcnet_hiddens": (128, 128),
+        "fcnet_activation": "relu", "dueling": True,
     }  # fmt: skip
+    allowed_settings = MODEL_ALLOWED
 
     def setup(self) -> None:
         from gymnasium import spaces
@@ -41,6 +44,7 @@ class QModule(RLModule):
         width = width if self.memory is None else self.memory.size
         self.dueling = bool(self.model_config["dueling"])
         self.head = mlp([width, self.n + self.dueling], "relu", last_gain=0.01)
+        initialize(self, self.model_config["initializer"])
         self.register_buffer("epsilon", torch.tensor(1.0))
         self.distribution = EpsilonGreedyActions(self, self.n, int(space.start))
 

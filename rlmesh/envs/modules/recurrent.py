@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
+from rlmesh.envs.modules.encoders import encoder_of
 from rlmesh.errors import UsageError
 
-__all__ = ["ATTENTION_DEFAULTS", "LSTM_DEFAULTS", "AttentionMemory", "LSTMMemory", "Memory", "memory_of"]
+__all__ = [
+    "ATTENTION_DEFAULTS", "LSTM_DEFAULTS", "AttentionMemory", "LSTMMemory", "Memory", "RememberedFeatures",
+    "SequenceSteps", "memory_of",
+]  # fmt: skip
 
 LSTM_DEFAULTS: dict[str, Any] = {"use_lstm": False, "lstm_cell_size": 256, "max_seq_len": 20}
 """``max_seq_len``: learners cut episodes into sequences of this length; attention uses it too."""
@@ -213,6 +218,57 @@ def memory_of(config: Mapping[str, Any], inputs: int) -> Memory | None:
         mlp_dim=config["attention_position_wise_mlp_dim"], steps=steps,
         gate_bias=config["attention_init_gru_gate_bias"],
     )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceSteps:
+    """Steps of sequences, of which a network with memory is to give results.
+
+    Attributes:
+        obs: ``[sequences, time, …]``.
+        states: before the first steps, by name, each ``[sequences, …]``.
+        sequence, time: place of each step, both ``[rows]``.
+    """
+
+    obs: torch.Tensor
+    states: State
+    sequence: torch.Tensor
+    time: torch.Tensor
+
+
+class RememberedFeatures(nn.Module):
+    """An encoder and a memory behind it, for networks that have a memory of their own within a module.
+
+    Args:
+        space: of observations.
+        config: settings of encoder and memory.
+        prefix: of the names of its states among those of the module.
+
+    Attributes:
+        size: number of features that come out.
+    """
+
+    def __init__(self, space: Any, config: Mapping[str, Any], prefix: str) -> None:
+        super().__init__()
+        self.encoder, width = encoder_of(space, config)
+        memory = memory_of(config, width)
+        assert memory is not None
+        self.memory, self.size, self.prefix = memory, memory.size, prefix
+        self._names = list(memory.initial_state())
+
+    def initial_state(self) -> dict[str, torch.Tensor]:
+        """The state before the first step, by prefixed names."""
+        return {self.prefix + name: state for name, state in self.memory.initial_state().items()}
+
+    def over(self, obs: torch.Tensor, states: State) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """The features of sequences, ``[sequences, time, size]``, and the states after them, by prefixed names."""
+        own = {name: states[self.prefix + name] for name in self._names}
+        features, after = self.memory(self.encoder(obs), own)
+        return features, {self.prefix + name: state for name, state in after.items()}
+
+    def forward(self, steps: SequenceSteps) -> torch.Tensor:
+        """The features of the steps, ``[rows, size]``, by a pass over the sequences that they are in."""
+        return self.over(steps.obs, steps.states)[0][steps.sequence, steps.time]
 
 
 def _is_count(value: Any) -> bool:

@@ -16,8 +16,10 @@ from rlmesh.envs.modules.distributions import (
     GaussianActions,
     distribution_of,
 )
-from rlmesh.envs.modules.encoders import LogStdColumns, encoder_of, is_image, mlp
+from rlmesh.envs.modules.encoders import LogStdColumns, encoder_of, initialize, is_image, mlp
 from rlmesh.envs.modules.recurrent import ATTENTION_DEFAULTS, LSTM_DEFAULTS, memory_of
+from rlmesh.envs.settings.allowed import Allowed, faults_of
+from rlmesh.envs.settings.model import MODEL_ALLOWED
 from rlmesh.errors import UsageError
 
 __all__ = ["MODEL_DEFAULTS", "ActorCriticModule", "RLModule"]
@@ -29,11 +31,20 @@ MODEL_DEFAULTS: dict[str, Any] = {
     "conv_features": 512,
     "vf_share_layers": None,
     "log_std_init": 0.0,
+    "initializer": "orthogonal",
 }
-"""Settings of the built-in modules. ``vf_share_layers=None``: only convolutions are shared by policy and value."""
+"""Settings of the built-in modules. ``vf_share_layers=None``: only convolutions are shared by policy and value.
+
+``initializer`` is of linear layers and convolutions: ``"orthogonal"``, with gain √2 in hidden layers, 0.01 before
+actions and values of actions, and zero biases; or ``"torch"``, torch's own, which RLlib uses.
+"""
 NOT_THERE: dict[str, str] = dict.fromkeys(
     ("attention_use_n_prev_actions", "attention_use_n_prev_rewards", "lstm_use_prev_action", "lstm_use_prev_reward"),
-    "the policy sees observations alone; a wrapper of the environment can put the last action and reward into them",
+    "the policy sees observations alone; a wrapper of the environment can put the last action and reward into them. "
+    "Leave the key out",
+) | dict.fromkeys(
+    ("fcnet_kernel_initializer", "head_fcnet_kernel_initializer", "conv_kernel_initializer"),
+    "one setting is for all layers: initializer='torch', RLlib's default, or 'orthogonal'",
 )
 """Settings of RLlib without a counterpart, and the reason."""
 
@@ -59,9 +70,11 @@ class RLModule(nn.Module):
     Attributes:
         distribution: of the actions.
         known_settings: keys of ``model_config`` and their defaults; a subclass adds its own.
+        allowed_settings: the values that keys may have; keys without a rule may have any.
     """
 
     known_settings: Mapping[str, Any] = MODEL_DEFAULTS
+    allowed_settings: Mapping[str, Allowed] = {}
 
     def __init__(
         self, observation_space: Any, action_space: Any, model_config: Mapping[str, Any] | None = None
@@ -77,13 +90,15 @@ class RLModule(nn.Module):
         """The settings with defaults filled in.
 
         Raises:
-            UsageError: an unknown key.
+            UsageError: an unknown key, or a value that is not allowed.
         """
         wrong = next((key for key in given or {} if key not in cls.known_settings), None)
         if wrong in NOT_THERE:
-            raise UsageError(f"model_config {wrong!r}: {NOT_THERE[wrong]}. Leave the key out")
+            raise UsageError(f"model_config {wrong!r}: {NOT_THERE[wrong]}")
         if wrong is not None:
             raise UsageError(f"model_config has no key {wrong!r}.{did_you_mean(wrong, cls.known_settings)}")
+        if faults := faults_of(given or {}, cls.allowed_settings, prefix="model_config "):
+            raise UsageError("; ".join(faults))
         return {**cls.known_settings, **(given or {})}
 
     def setup(self) -> None:
@@ -144,6 +159,7 @@ class ActorCriticModule(RLModule):
     """
 
     known_settings: Mapping[str, Any] = {**MODEL_DEFAULTS, **LSTM_DEFAULTS, **ATTENTION_DEFAULTS}
+    allowed_settings = MODEL_ALLOWED
     distribution: ActionDistribution
 
     def setup(self) -> None:
@@ -166,10 +182,11 @@ class ActorCriticModule(RLModule):
             self.policy_head = nn.Sequential(*means, LogStdColumns(distribution.dim, config["log_std_init"]))
         else:
             self.policy_head = mlp([width, distribution.size], "tanh", last_gain=0.01)
-            if log_stds := list(distribution.log_std_inputs):  # of Box parts of composed actions
-                with torch.no_grad():
-                    self.policy_head[-1].bias[log_stds] = config["log_std_init"]  # type: ignore[operator]
         self.value_head = mlp([width, 1], "tanh", last_gain=1.0)
+        initialize(self, config["initializer"])
+        if isinstance(self.policy_head[-1], nn.Linear) and distribution.log_std_inputs:  # Box parts of composed actions
+            with torch.no_grad():
+                self.policy_head[-1].bias[list(distribution.log_std_inputs)] = config["log_std_init"]
 
     def get_initial_state(self) -> dict[str, torch.Tensor]:
         return {} if self.memory is None else self.memory.initial_state()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from copy import deepcopy
 from typing import Any
 
@@ -11,6 +11,9 @@ import numpy as np
 
 from rlmesh.envs.batches.multi_agent_batch import MultiAgentBatch
 from rlmesh.envs.environments.local_vector import EMPTY_INFO
+from rlmesh.envs.environments.registry import did_you_mean
+from rlmesh.envs.environments.step_checks import reward_of
+from rlmesh.envs.multi_agent.connectors import AgentConnectors
 from rlmesh.envs.multi_agent.environment import ALL
 from rlmesh.envs.multi_agent.policies import AgentEpisode, PolicyMapping
 from rlmesh.envs.multi_agent.rows import AgentTrack, PolicyRows
@@ -33,19 +36,22 @@ class EpisodeBook:
         size: number of environments.
         first_id: the first number of a trajectory.
         runner: the runner, for the mapping and for error texts.
+        connectors: of the policies.
         infos: keep infos.
+        known: the agents that may take part; empty if the environment does not name them.
 
     Attributes:
         running: the episode of each environment; None: it must be begun.
     """
 
     def __init__(
-        self, rows: Mapping[str, PolicyRows], mapping: PolicyMapping, size: int, first_id: int, runner: Any, *,
-        infos: bool,
+        self, rows: Mapping[str, PolicyRows], mapping: PolicyMapping, size: int, first_id: int, runner: Any,
+        connectors: AgentConnectors, *, infos: bool, known: Collection[Any] = (),
     ) -> None:  # fmt: skip
+        self._known = frozenset(known)
         self.rows, self.mapping, self._runner, self._infos = dict(rows), mapping, runner, infos
         self.running: list[RunningEpisode | None] = [None] * size
-        self._next_id = first_id
+        self._next_id, self._connectors = first_id, connectors
 
     def clear(self) -> None:
         """Forget all rows whose results are missing."""
@@ -100,7 +106,7 @@ class EpisodeBook:
             if not (terminated or truncated or there):
                 continue
             if there:
-                track.observation = self._row(i, track, observations[agent_id])
+                track.observation = self._row(i, track, observations[agent_id], is_last=terminated or truncated)
             elif not terminated and track.row >= 0:
                 raise UsageError(
                     f"{self._place(i)}: agent {agent_id!r} was truncated without an observation of it: return its last "
@@ -181,13 +187,20 @@ class EpisodeBook:
     def _join(self, running: RunningEpisode, agent_id: Any, observation: Any) -> AgentTrack:
         policy_id = self.mapping(agent_id, running, self._runner)
         track = AgentTrack(agent_id, policy_id, len(running.tracks), self._new_id(), np.zeros(0))
-        track.observation = self._row(running.env_id, track, observation)
+        if self._connectors:
+            alive = (each for other in self.running if other is not None for each in other.tracks.values())
+            taken = {each.place for each in alive if each.policy_id == policy_id and not each.done}
+            track.place = self._connectors.free_place(policy_id, taken)
+        track.observation = self._row(running.env_id, track, observation, is_first=True)
         track.total = running.early.pop(agent_id, 0.0)
         running.tracks[agent_id] = track
         running.policies[agent_id] = policy_id
         return track
 
-    def _row(self, i: int, track: AgentTrack, observation: Any) -> np.ndarray:
+    def _row(
+        self, i: int, track: AgentTrack, observation: Any, *, is_first: bool = False, is_last: bool = False
+    ) -> np.ndarray:
+        """An observation of an agent, as its policy gets it."""
         form = self.rows[track.policy_id].observations
         row = form.empty(1)
         form.write(row, 0, observation)
@@ -196,15 +209,24 @@ class EpisodeBook:
             raise FloatingPointError(
                 f"{self._place(i)} gave agent {track.agent_id!r} an observation with NaN or infinity"
             )
+        if self._connectors and is_last:
+            row = self._connectors.last(track.policy_id, track.place, row)
+        elif self._connectors:
+            row = self._connectors.observe(track.policy_id, track.place, row, first=is_first)
         found: np.ndarray = row[0]
         return found
 
     def _add_rewards(self, i: int, running: RunningEpisode, rewards: Mapping[Any, Any]) -> None:
         for agent_id, given in rewards.items():
-            reward = float(given or 0.0)
+            reward = reward_of(given, self._place(i))
             if not math.isfinite(reward):
                 raise FloatingPointError(f"{self._place(i)} gave agent {agent_id!r} the reward {reward}")
             track = running.tracks.get(agent_id)
+            if track is None and self._known and agent_id not in self._known:
+                raise UsageError(
+                    f"{self._place(i)} returned a reward for {agent_id!r}, which is none of its agents."
+                    + did_you_mean(str(agent_id), map(str, self._known))
+                )
             if track is None:
                 running.early[agent_id] = running.early.get(agent_id, 0.0) + reward
             elif track.done and reward:

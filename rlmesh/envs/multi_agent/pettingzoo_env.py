@@ -25,6 +25,21 @@ def multi_agent_env_of(env: Any) -> MultiAgentEnv | None:
     return None
 
 
+def several_agents_env(env: Any) -> MultiAgentEnv:
+    """The environment as a `MultiAgentEnv`.
+
+    Raises:
+        UsageError: it has one agent.
+    """
+    found = multi_agent_env_of(env)
+    if found is None:
+        raise UsageError(
+            f"multi_agent(…): the environment {env} has one agent; several agents act in a "
+            "MultiAgentEnv or an environment of PettingZoo (make_multi_agent gives several agents copies of it)"
+        )
+    return found
+
+
 class _OfPettingZoo(MultiAgentEnv):
     """The common part of PettingZoo's parallel and AEC environments."""
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,7 +30,7 @@ class AgentTrack:
         agent_id, policy_id: the agent, and the policy that it has in this episode.
         index: place of the agent among the agents of the episode.
         eps_id: number of this trajectory, unique over all runners.
-        observation: the last one, as a row.
+        observation: the last one, as a row, as the policy gets it.
         t: number of actions so far.
         row: place of the row that waits for its result; -1: none.
         reward: sum of the rewards since the last action.
@@ -39,6 +39,7 @@ class AgentTrack:
         done: True once the agent is terminated or truncated.
         state: of a recurrent policy, after the last action; empty: the initial one.
         before: of a recurrent policy, the state before the last action.
+        place: number of the agent's pipeline of connectors among those of the policy.
     """
 
     agent_id: Any
@@ -54,6 +55,7 @@ class AgentTrack:
     done: bool = False
     state: States = field(default_factory=dict)
     before: States = field(default_factory=dict)
+    place: int = -1
 
     def state_of_observation(self) -> States:
         """The state before the last observation, which an open row belongs to."""
@@ -76,12 +78,18 @@ class PolicyRows:
 
     Args:
         policy: acts.
-        rows: form of its observations.
+        rows: form of observations, as the environment gives them.
         infos: keep infos.
+        rewards_of: the rewards that the policy learns from, ``[time]``, of those of an agent with this ``place``; None:
+            the environment's.
     """
 
-    def __init__(self, policy: Policy, rows: ObservationRows, *, infos: bool) -> None:
+    def __init__(
+        self, policy: Policy, rows: ObservationRows, *, infos: bool,
+        rewards_of: Callable[[int, np.ndarray], np.ndarray] | None = None,
+    ) -> None:  # fmt: skip
         self.policy, self.observations, self.actions = policy, rows, ActionRows(policy.action_space)
+        self._rewards_of = rewards_of
         self._infos = infos
         self.clear()
 
@@ -91,7 +99,7 @@ class PolicyRows:
         self._state = np.zeros(0, np.int8)
         self._columns: dict[str, np.ndarray] = {}
         self._explorers: dict[int, tuple[Explorer, list[slice]]] = {}
-        self._last: dict[int, tuple[np.ndarray, States]] = {}
+        self._last: dict[int, tuple[np.ndarray, States, int]] = {}
 
     def act(self, tracks: Sequence[AgentTrack], *, explore: bool) -> None:
         """Choose actions for agents, and open a row for each of them."""
@@ -131,8 +139,8 @@ class PolicyRows:
         track.row, track.reward = -1, 0.0
 
     def end(self, track: AgentTrack) -> None:
-        """Note the last observation of a trajectory, and the state before it."""
-        self._last[track.eps_id] = track.observation, track.state_of_observation()
+        """Note the last observation of a trajectory, the state before it, and the agent's connectors."""
+        self._last[track.eps_id] = track.observation, track.state_of_observation(), track.place
 
     def drop(self, track: AgentTrack) -> None:
         """Leave out an agent's open row, whose result never comes. The trajectory ends with its observation."""
@@ -151,7 +159,7 @@ class PolicyRows:
         for number in list(self._explorers):
             self._flush(number)
         for track in tracks:
-            self._last.setdefault(track.eps_id, (track.observation, track.state_of_observation()))
+            self._last.setdefault(track.eps_id, (track.observation, track.state_of_observation(), track.place))
         state = self._state[: self.count]
         closed, opened = np.flatnonzero(state == CLOSED), np.flatnonzero(state == OPEN)
         batch = self._batch(closed, new_obs=new_obs) if len(closed) else None
@@ -170,8 +178,10 @@ class PolicyRows:
         ids = given[columns.EPS_ID][0]
         ends = [*np.flatnonzero(ids[1:] != ids[:-1]).tolist(), len(ids) - 1]
         lasts = [self._last[int(ids[end])] for end in ends]
-        ended = [(0, end, last) for end, (last, _) in zip(ends, lasts, strict=True)]
-        states = [state for _, state in lasts]
+        ended = [(0, end, last) for end, (last, _, _) in zip(ends, lasts, strict=True)]
+        states = [state for _, state, _ in lasts]
+        if self._rewards_of is not None:
+            self._change_rewards(given, self._rewards_of, ends, [place for _, _, place in lasts])
         fragment = AgentFragment(
             1, len(ids), given, np.ones((1, len(ids)), bool), ended[-1][2][None], ended,
             {name: each[None] for name, each in states[-1].items()}, states,
@@ -180,6 +190,18 @@ class PolicyRows:
             fragment.add_new_obs()
         self.policy.postprocess_fragment(fragment)
         return fragment.to_batch()
+
+    def _change_rewards(
+        self, given: dict[str, np.ndarray], rewards_of: Callable[[int, np.ndarray], np.ndarray], ends: list[int],
+        places: list[int],
+    ) -> None:  # fmt: skip
+        """Let connectors change the rewards of each trajectory; those of the environment stay in ``env_rewards``."""
+        own = given[columns.REWARDS][0]
+        parts = np.split(own, np.array(ends[:-1], np.int64) + 1)
+        changed = [rewards_of(place, part) for place, part in zip(places, parts, strict=True)]
+        if any(one is not other for one, other in zip(changed, parts, strict=True)):
+            joined = np.concatenate(changed).astype(np.float32)
+            given[columns.ENV_REWARDS], given[columns.REWARDS] = given[columns.REWARDS], joined[None]
 
     def _new_explorer(self, number: int, *, explore: bool) -> tuple[Explorer, list[slice]]:
         self._explorers[number] = (self.policy.explorer(EXPLORER_STEPS, number, explore=explore), [])

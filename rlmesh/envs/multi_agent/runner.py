@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from rlmesh.envs.batches.multi_agent_batch import MultiAgentBatch
-from rlmesh.envs.connectors.connector import Connector, ConnectorPipeline
+from rlmesh.envs.connectors.connector import Connector
 from rlmesh.envs.environments.features import SEQUENCE_LENGTH
 from rlmesh.envs.environments.observations import ObservationRows
 from rlmesh.envs.environments.registry import EnvCreator, did_you_mean, env_creator_of
 from rlmesh.envs.modules.policy import Policy, States
+from rlmesh.envs.multi_agent.connectors import AgentConnectors
+from rlmesh.envs.multi_agent.env_process import EnvProcess
 from rlmesh.envs.multi_agent.episodes import EpisodeBook
 from rlmesh.envs.multi_agent.policies import (
     AgentEpisode,
@@ -32,6 +35,8 @@ from rlmesh.errors import UsageError
 
 __all__ = ["MultiAgentEnvRunner"]
 
+MODES = ("local", "sync", "async")
+"""``sync`` is ``local``, under the name of Gymnasium and RLlib."""
 logger = logging.getLogger(__name__)
 
 
@@ -47,7 +52,8 @@ class MultiAgentEnvRunner(RunnerBase):
         policies: see `policy_specs`; a spec's ``config`` replaces entries of ``policy_config``.
         policy_mapping_fn: see `PolicyMapping`.
         policy_configs: settings by policy, in place of ``policy_config`` and those of the specs.
-        connectors: not supported with several agents.
+        connectors: applied to the observations and rewards of each agent; see `AgentConnectors`.
+        vectorize_mode: ``local`` steps environments in this process, ``async`` each in a process of its own.
         num_envs, rollout_fragment_length, …: as of `EnvRunner`.
 
     Raises:
@@ -68,15 +74,16 @@ class MultiAgentEnvRunner(RunnerBase):
             num_envs=num_envs, rollout_fragment_length=rollout_fragment_length, seed=seed, worker_index=worker_index,
             num_workers=num_workers, start=start, env_config=env_config,
         )  # fmt: skip
-        if vectorize_mode != "local":
-            raise UsageError(f"vectorize_mode={vectorize_mode!r}: environments of several agents have 'local' alone")
-        if tuple(connectors):
-            raise UsageError("connectors: environments of several agents have none yet; leave the setting out")
+        if vectorize_mode not in MODES:
+            raise UsageError(
+                f"vectorize_mode={vectorize_mode!r}: environments of several agents have 'local' (also named 'sync'), "
+                "and 'async' for a process each"
+            )
         self._new_obs, self.explore = new_obs, explore
-        self.connectors = ConnectorPipeline((), None, num_envs, learn=learn_connectors)
         creator = env_creator_of(env_creator)
+        made = EnvProcess if vectorize_mode == "async" else _here
         self._vector = MultiAgentVector(
-            lambda i: creator(self._context(i)), num_envs, None if seed is None else self._seed_of,
+            lambda i: made(partial(creator, self._context(i))), num_envs, None if seed is None else self._seed_of,
             restart=restart_failed_sub_environments,
         )  # fmt: skip
         specs = policy_specs(policies)
@@ -85,12 +92,19 @@ class MultiAgentEnvRunner(RunnerBase):
         spaces = spaces_of_policies(self._vector.envs[0], specs, self.mapping, self)
         self.policy_map: dict[str, Policy] = {}
         book: dict[str, PolicyRows] = {}
+        rows = {name: ObservationRows(spaces[name][0], max_sequence_length) for name in specs}
+        own = {name: each.space for name, each in rows.items()}
+        self.connectors = AgentConnectors(connectors, own, learn=learn_connectors)
         for name, spec in specs.items():
-            rows = ObservationRows(spaces[name][0], max_sequence_length)
             config = dict((policy_configs or {}).get(name) or {**(policy_config or {}), **(spec.config or {})})
-            self.policy_map[name] = self._policy(name, spec, policy_class, config, rows.space, spaces[name][1])
-            book[name] = PolicyRows(self.policy_map[name], rows, infos=infos)
-        self._book = EpisodeBook(book, self.mapping, num_envs, self._first_id, self, infos=infos)
+            space = self.connectors.space(name)
+            self.policy_map[name] = self._policy(name, spec, policy_class, config, space, spaces[name][1])
+            rewards_of = partial(self.connectors.rewards, name) if self.connectors else None
+            book[name] = PolicyRows(self.policy_map[name], rows[name], infos=infos, rewards_of=rewards_of)
+        self._book = EpisodeBook(
+            book, self.mapping, num_envs, self._first_id, self, self.connectors, infos=infos,
+            known=self._vector.envs[0].possible_agents,
+        )  # fmt: skip
 
     def _policy(
         self, name: str, spec: PolicySpec, policy_class: type[Policy], config: dict[str, Any], obs: Any, action: Any
@@ -140,6 +154,8 @@ class MultiAgentEnvRunner(RunnerBase):
             batch = own.observations.empty(len(keys))
             for i, key in enumerate(keys):
                 own.observations.write(batch, i, observations[key])
+            if self.connectors:
+                batch = np.concatenate([self.connectors.shared[name].single(row[None]) for row in batch])
             explorer = self.policy_map[name].explorer(1, len(keys), explore=explore)
             explorer.go_on({key: np.array(each)[None] for key, each in (state or {}).items()})
             found.update(zip(keys, own.actions.to_env(explorer.act(0, batch)), strict=True))
@@ -182,39 +198,49 @@ class MultiAgentEnvRunner(RunnerBase):
     def get_weights(self, policies: Iterable[str] | None = None) -> dict[str, Any]:
         """Weights by policy id, of all policies or of those named."""
         names = self.policy_map if policies is None else policies
-        return {name: self.get_policy(name).get_weights() for name in names}
+        weights: dict[str, Any] = {name: self.get_policy(name).get_weights() for name in names}
+        return {**weights, CONNECTORS: self.connectors.shared_state()} if self.connectors else weights
 
     def set_weights(self, weights: Mapping[str, Any], version: int | None = None) -> None:
         """Take over weights by policy id, as `get_weights` returns them; other policies keep theirs."""
         policies = {name: self.get_policy(name) for name in weights if name != CONNECTORS}
         for name, policy in policies.items():
             policy.set_weights(weights[name])
+        if CONNECTORS in weights:
+            self.connectors.set_shared_state(weights[CONNECTORS])
         self.has_weights = True
         if version is not None:
             self.weights_version = version
 
     def foreach_env(self, fn: Callable[[Any], Any]) -> list[Any]:
-        """``fn(env)`` of each environment, a `MultiAgentEnv`."""
-        return [fn(env) for env in self._vector.envs]
+        """``fn(env)`` of each environment, a `MultiAgentEnv`, in the process of the environment."""
+        return [env.apply(fn) if isinstance(env, EnvProcess) else fn(env) for env in self._vector.envs]
 
     def stop(self) -> None:
         """Close the environments."""
         self._vector.close()
 
-    def get_state(self) -> dict[str, Any]:
+    def get_state(self, *, pickle_with: Callable[[Any], bytes] | None = None) -> dict[str, Any]:
         """The environments as they are, the generators of actions, and the episodes that go on.
 
         Environments that cannot be pickled are left out, with a warning: a restored runner begins new episodes.
+
+        Args:
+            pickle_with: pickles the list of environments; its error is raised. None: cloudpickle, with the warning.
         """
-        import cloudpickle
+        from rlmesh.envs.environments.pickling import EnvironmentPickler
 
         rngs = {name: policy.rng.bit_generator.state for name, policy in self.policy_map.items()}
         state = {"rngs": rngs, "counters": self._book.counters(), "starts": list(self._vector.starts)}
+        if self.connectors:
+            state["connectors"] = self.connectors.state()
         if self._must_reset:
             return state
         try:
-            state["envs"] = cloudpickle.dumps(self._vector.envs)
+            state["envs"] = (pickle_with or EnvironmentPickler())(self._vector.envs)
         except Exception as error:
+            if pickle_with is not None:
+                raise
             logger.warning("the environments cannot be pickled, so a restored run begins new episodes: %s", error)
             return state
         return {**state, "book": self._book.get_state()}
@@ -223,9 +249,12 @@ class MultiAgentEnvRunner(RunnerBase):
         """Take over a state of `get_state`."""
         import cloudpickle
 
+        envs = cloudpickle.loads(state["envs"]) if "envs" in state else []  # before anything changes
         for name, rng in state["rngs"].items():
             self.get_policy(name).rng.bit_generator.state = rng
         self._book.set_counters(state["counters"])
+        if "connectors" in state:
+            self.connectors.set_state(state["connectors"])
         self._stats = EpisodeStats()
         self._must_reset = "envs" not in state or len(state["starts"]) != self.num_envs
         self._book.running = [None] * self.num_envs
@@ -233,7 +262,7 @@ class MultiAgentEnvRunner(RunnerBase):
             self._vector.begin_again([start + 1 for start in state["starts"]])
             return
         self._vector.close()
-        self._vector.put(cloudpickle.loads(state["envs"]), state["starts"])
+        self._vector.put(envs, state["starts"])
         self._book.set_state(state["book"])
 
     def _begin_all(self) -> None:
@@ -254,6 +283,7 @@ class MultiAgentEnvRunner(RunnerBase):
             while time < steps if steps is not None else any(share):
                 active = [i for i in range(self.num_envs) if steps is not None or share[i]]
                 book.act(active, explore=self.explore)
+                vector.begin_steps({i: book.actions(i) for i in active})
                 for i in active:
                     results = vector.step(i, book.actions(i))
                     if results is None:
@@ -270,3 +300,7 @@ class MultiAgentEnvRunner(RunnerBase):
         self._must_reset = False
         self._stats = EpisodeStats.merged([self._stats, stats])
         return batch
+
+
+def _here(make: Callable[[], Any]) -> Any:
+    return make()

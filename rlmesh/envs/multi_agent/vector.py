@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Any
 
 from rlmesh.envs.environments.local_vector import close_broken
+from rlmesh.envs.environments.step_checks import check_agents_step
+from rlmesh.envs.multi_agent.env_process import EnvProcess
 from rlmesh.envs.multi_agent.environment import MultiAgentEnv
-from rlmesh.envs.multi_agent.pettingzoo_env import multi_agent_env_of
+from rlmesh.envs.multi_agent.pettingzoo_env import several_agents_env
 from rlmesh.errors import UsageError
 
 __all__ = ["MultiAgentVector"]
 
 
 class MultiAgentVector:
-    """Environments that a runner steps one after the other.
+    """Environments of a runner: it steps those of this process one after the other, those of others all at once.
 
     Args:
         make: makes environment ``index`` of the runner.
@@ -33,16 +36,10 @@ class MultiAgentVector:
         self.envs: list[MultiAgentEnv] = [self._made(i) for i in range(size)]
         self.size = size
         self.starts, self._failures, self._begun = [0] * size, [0] * size, [False] * size
+        self._checked = [False] * size
 
     def _made(self, i: int) -> MultiAgentEnv:
-        env = self._make(i)
-        found = multi_agent_env_of(env)
-        if found is None:
-            raise UsageError(
-                f"multi_agent(…): the environment {env} has one agent; several agents act in a "
-                "MultiAgentEnv or an environment of PettingZoo (make_multi_agent gives several agents copies of it)"
-            )
-        return found
+        return several_agents_env(self._make(i))
 
     def reset(self, i: int) -> tuple[Any, Any]:
         """Begin an episode; observations and infos by agent. A broken environment is made again first."""
@@ -59,15 +56,33 @@ class MultiAgentVector:
             except Exception as error:
                 self._remake(i, error)
 
+    def begin_steps(self, actions: Mapping[int, dict[Any, Any]]) -> None:
+        """Let environments in other processes begin their steps.
+
+        Args:
+            actions: by environment, as `step` will get them.
+        """
+        for i, each in actions.items():
+            env = self.envs[i]
+            if isinstance(env, EnvProcess):
+                with suppress(ChildProcessError):  # then the step raises it
+                    env.begin_step(each)
+
     def step(self, i: int, actions: dict[Any, Any]) -> tuple[Any, Any, Any, Any, Any] | None:
         """The results of a step, dicts by agent; None if the environment broke, and was made again."""
         try:
-            observations, rewards, terminateds, truncateds, infos = self.envs[i].step(actions)
+            results = self.envs[i].step(actions)
+            if not self._checked[i]:
+                check_agents_step(results, self.envs[i])
+                self._checked[i] = True
+        except UsageError:
+            raise  # an environment that is written wrongly does the same again
         except Exception as error:
             self._remake(i, error)
             return None
         self._failures[i] = 0
-        return observations, rewards, terminateds, truncateds, infos
+        found: tuple[Any, Any, Any, Any, Any] = results
+        return found
 
     def _remake(self, i: int, error: Exception) -> None:
         self._failures[i] += 1

@@ -56,8 +56,9 @@ class AsyncSampler:
     are never more than ``ahead`` fragments per runner. Weights are sent beside the requests; a runner takes the newest
     ones before each fragment.
 
-    A runner that dies comes back and samples its requests again, with weights that it is given first; each request is
-    answered once, and what a dead process had sampled is lost as a whole.
+    A runner that dies comes back and samples its requests again, with weights that it is given first. It goes on with
+    the episodes that the last fragment that was taken left under way, if its environments can be pickled. Each request
+    is answered once, and what a dead process had sampled since is lost as a whole.
 
     Args:
         group: has remote runners.
@@ -67,6 +68,7 @@ class AsyncSampler:
 
     def __init__(self, group: EnvRunnerGroup, steps: int, ahead: int) -> None:
         self._group, self._steps, self._ahead = group, steps, ahead
+        group.samples_ahead = True
         self._members = [each.options(timeout_s=group.timeout_s, idempotent=True) for each in group.remote_workers]
         self._arrived: queue.SimpleQueue[tuple[int, int, Future[Any]]] = queue.SimpleQueue()
         self._waiting: set[Future[Any]] = set()
@@ -88,13 +90,15 @@ class AsyncSampler:
                 while self._under_way[index] < self._ahead:
                     self._ask(index)
             index, result = self._next()
-            if result is None:  # the runner restarted, and has no weights
+            if result is None:  # the runner restarted
+                self._group.go_on(index)
                 self._offer(index)
                 offer = self._offers[index]
                 assert offer is not None
                 offer[1].result()
                 continue
-            batch, stats, version, delta = result
+            batch, stats, version, delta, state = result
+            self._group.episodes.keep(index, state)
             taken.batches.append(batch)
             taken.versions.append(version)
             self._group.add_stats(stats)
@@ -150,6 +154,7 @@ class AsyncSampler:
     def drop(self) -> None:
         """Forget all requests: their fragments are dropped when they arrive, and no step of them is counted."""
         self._round += 1
+        self._group.episodes.forget()
         self._under_way = [0] * len(self._under_way)
         self._taken = SampledFragments()
         self._offers = [None] * len(self._offers)

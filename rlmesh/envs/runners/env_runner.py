@@ -185,12 +185,15 @@ class EnvRunner(RunnerBase):
         """``fn(env)`` of each environment; of a vector environment of Gymnasium, of it as a whole."""
         return [fn(env) for env in getattr(self._vector, "envs", [getattr(self._vector, "env", None)])]
 
-    def get_state(self) -> dict[str, Any]:
+    def get_state(self, *, pickle_with: Callable[[Any], bytes] | None = None) -> dict[str, Any]:
         """The environments as they are, the generator of actions, and the episodes that go on.
 
         Environments that cannot be pickled are left out, with a warning: a restored runner begins new episodes.
+
+        Args:
+            pickle_with: pickles the list of environments; its error is raised. None: cloudpickle, with the warning.
         """
-        import cloudpickle
+        from rlmesh.envs.environments.pickling import EnvironmentPickler
 
         state: dict[str, Any] = {"rng": self.policy.rng.bit_generator.state, "next_episode": self._next_episode}
         if self.connectors:
@@ -199,8 +202,10 @@ class EnvRunner(RunnerBase):
         if self._must_reset or not isinstance(self._vector, LocalVector):
             return state
         try:
-            state["envs"] = cloudpickle.dumps(self._vector.envs)
+            state["envs"] = (pickle_with or EnvironmentPickler())(self._vector.envs)
         except Exception as error:
+            if pickle_with is not None:
+                raise
             logger.warning("the environments cannot be pickled, so a restored run begins new episodes: %s", error)
             return state
         kept = {name: getattr(self, name).copy() for name in KEPT}
@@ -210,6 +215,7 @@ class EnvRunner(RunnerBase):
         """Take over a state of `get_state`."""
         import cloudpickle
 
+        envs = cloudpickle.loads(state["envs"]) if "envs" in state else []  # before anything changes
         self.policy.rng.bit_generator.state = state["rng"]
         self._next_episode, self._stats = state["next_episode"], EpisodeStats()
         if "connectors" in state:
@@ -223,7 +229,7 @@ class EnvRunner(RunnerBase):
             self._vector.starts += [1] * (self.num_envs - len(self._vector.starts))
         else:
             self._vector.close()
-            self._vector.put(cloudpickle.loads(state["envs"]), state["starts"])
+            self._vector.put(envs, state["starts"])
             for name in KEPT:
                 setattr(self, name, state[name].copy())
 

@@ -19,6 +19,7 @@ from rlmesh.envs.runners.creation import make_runner
 from rlmesh.envs.runners.env_runner import EnvRunner
 from rlmesh.envs.runners.episode_stats import EpisodeStats
 from rlmesh.envs.runners.jobs import end_with_the_program, outside_of_loops
+from rlmesh.envs.runners.kept_episodes import KeptEpisodes
 from rlmesh.envs.runners.remote import RemoteEnvRunner
 from rlmesh.errors import UsageError
 
@@ -64,6 +65,8 @@ class EnvRunnerGroup:
     Attributes:
         fragment_length: steps of each environment that ``synchronous_parallel_sample`` samples in a row; None: as many
             as it is asked for.
+        episodes: what remote runners that die go on with.
+        samples_ahead: True if an `AsyncSampler` has batches of the remote runners that nobody has taken yet.
     """
 
     def __init__(
@@ -84,6 +87,7 @@ class EnvRunnerGroup:
         self._weights: Any = None
         self._weights_version = 0
         self._stats: list[EpisodeStats] = []
+        self.episodes, self.samples_ahead = KeptEpisodes(num_env_runners), False
         self._handle: JobHandle | None = None
         self._stack: list[Any] = []
         self._remote: RoleGroup[Any] | None = None
@@ -104,7 +108,11 @@ class EnvRunnerGroup:
 
     @property
     def remote_workers(self) -> RemoteWorkers:
-        """Handles of the remote runners, as a property or as a call: ``group.remote_workers()``."""
+        """Handles of the remote runners, as a property or as a call: ``group.remote_workers()``.
+
+        The caller may sample by them, so episodes that were kept before are forgotten.
+        """
+        self.episodes.forget()
         return RemoteWorkers(self._remote or ())
 
     @property
@@ -143,8 +151,9 @@ class EnvRunnerGroup:
     def sample_all(self, num_steps: int | None = None, *, num_episodes: int | None = None) -> list[Any]:
         """The batches of the runners, one each; arguments as for `sample`.
 
-        A runner that dies meanwhile restarts, gets the last weights, and samples its share. The share of the dead
-        process is lost as a whole, its episodes with it: no step is there twice.
+        A runner that dies meanwhile restarts, gets the last weights, and samples its share: it goes on with the
+        episodes that its last batch left under way, if its environments can be pickled. What the dead process had
+        sampled since is lost as a whole: no step is there twice.
         """
         if self._remote is None:
             batch, stats = self.local_env_runner.sample_with_stats(num_steps, num_episodes=num_episodes)
@@ -154,17 +163,25 @@ class EnvRunnerGroup:
             self.sync_weights()
         shares = _shares(num_steps, num_episodes, self.num_env_runners)
         members = [handle.options(timeout_s=self.timeout_s, idempotent=True) for handle in self._remote]
-        given = [(m, share) for m, share in zip(members, shares, strict=True) if share is not None]
-        futures = [(m, share, self._ask(m, share)) for m, share in given]
+        given = [(i, m, share) for i, (m, share) in enumerate(zip(members, shares, strict=True)) if share is not None]
+        futures = [(i, m, share, self._ask(m, share)) for i, m, share in given]
         batches, stats = [], []
-        for member, share, future in futures:
-            while (result := future.result()) is None:  # the runner restarted, and has no weights
+        for i, member, share, future in futures:
+            while (result := future.result()) is None:  # the runner restarted
+                self.go_on(i)
                 member.call("set_weights", *self.kept_weights).result()
                 future = self._ask(member, share)
             batches.append(result[0])
             stats.append(result[1])
+            self.episodes.keep(i, result[2])
         self._stats.append(EpisodeStats.interleaved(stats))
         return batches
+
+    def go_on(self, index: int) -> None:
+        """Let a remote runner that restarted go on with its episodes; it needs weights afterwards."""
+        assert self._remote is not None
+        member = self._remote[index].options(timeout_s=self.timeout_s, idempotent=True)
+        member.call("go_on", *self.episodes.of(index)).result()
 
     def _ask(self, member: Any, share: Mapping[str, int]) -> Any:
         return member.call("sample_with_stats", **share, version=self._weights_version)
@@ -213,14 +230,20 @@ class EnvRunnerGroup:
             return
         deltas = [connectors.take_delta()]
         if self._remote is not None:
-            import cloudpickle
-
-            group = self._remote.options(timeout_s=self.timeout_s, idempotent=True)
-            deltas += group.call("apply", cloudpickle.dumps(lambda runner: runner.connectors.take_delta())).result()
+            members = [each.options(timeout_s=self.timeout_s, idempotent=True) for each in self._remote]
+            futures = [member.call("take_delta") for member in members]
+            for i, (member, future) in enumerate(zip(members, futures, strict=True)):
+                while (delta := future.result()) is None and not self.samples_ahead:  # it restarted: its state has them
+                    self.go_on(i)
+                    future = member.call("take_delta")
+                if delta is not None:
+                    deltas.append(delta)
+                    self.episodes.note_delta_taken(i)
         connectors.merge(deltas)
 
     def begin_episodes(self) -> None:
         """Let the sampling runners drop the episodes that go on, and begin new ones."""
+        self.episodes.forget()
         if self._remote is None:
             self.local_env_runner.begin_episodes()
             return
@@ -239,6 +262,7 @@ class EnvRunnerGroup:
             local_env_runner: False leaves the local runner out.
             local_worker: the older name of ``local_env_runner``.
         """
+        self.episodes.forget()  # the function may have changed them
         include = local_env_runner if local_worker is None else local_worker
         results = [func(self.local_env_runner)] if include else []
         if self._remote is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import sys
+import time
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -12,6 +13,7 @@ import numpy as np
 from rlmesh import current_worker, rpc
 from rlmesh.envs.environments.local_vector import env_seed
 from rlmesh.envs.runners.creation import make_runner
+from rlmesh.envs.runners.kept_episodes import EpisodeKeeper, go_on
 from rlmesh.errors import UsageError
 
 __all__ = ["RemoteEnvRunner"]
@@ -39,36 +41,65 @@ class RemoteEnvRunner:
             if (torch := sys.modules.get("torch")) is not None:
                 torch.manual_seed(seed)
         self.runner = make_runner(**given, worker_index=worker.rank + 1, start=worker.incarnation)
+        self._keeper = EpisodeKeeper(self.runner)
+        self._is_back = worker.incarnation > 0  # and was not told yet which episodes to go on with
 
     @rpc
     def sample(self, num_steps: int | None = None, *, num_episodes: int | None = None) -> Any:
-        """See `EnvRunner.sample`."""
+        """See `EnvRunner.sample`. The group does not know what was sampled, so it keeps no episodes from now on."""
+        self._keeper.stop()
         return self.runner.sample(num_steps, num_episodes=num_episodes)
 
     @rpc
     def sample_with_stats(
         self, num_steps: int | None = None, *, num_episodes: int | None = None, version: int | None = None
     ) -> Any:
-        """A batch and its statistics; None if the weights are neither those of this version nor set by hand."""
+        """A batch, its statistics, and the runner's state after it, as of `EpisodeKeeper`.
+
+        None if a ``version`` is given and the weights are neither of this version nor set by hand, or if this process
+        replaces a dead one and `go_on` was not called yet.
+        """
         has, own = self.runner.has_weights, self.runner.weights_version
-        if version is not None and own != version and not (has and own < 0):
+        if version is not None and (self._is_back or (own != version and not (has and own < 0))):
             return None
-        return self.runner.sample_with_stats(num_steps, num_episodes=num_episodes)
+        began = time.perf_counter()
+        batch, stats = self.runner.sample_with_stats(num_steps, num_episodes=num_episodes)
+        return batch, stats, self._keeper.after(time.perf_counter() - began)
 
     @rpc
     def sample_fragment(self, num_steps: int) -> Any:
-        """A batch, its statistics, the number of the weights, and what connectors learnt; None without any weights.
+        """A batch, its statistics, the number of the weights, what connectors learnt, and the runner's state after it.
 
-        The newest weights that were offered are taken over before.
+        The newest weights that were offered are taken over before. None without any weights, or if this process
+        replaces a dead one and `go_on` was not called yet.
         """
+        if self._is_back:
+            return None
         offered, self._offered = self._offered, None
         if offered is not None and offered[1] > self.runner.weights_version:
             self.runner.set_weights(*offered)
         if not self.runner.has_weights:
             return None
+        began = time.perf_counter()
         batch, stats = self.runner.sample_with_stats(num_steps)
-        connectors = self.runner.connectors
-        return batch, stats, self.runner.weights_version, connectors.take_delta() if connectors else None
+        sampled_s, connectors = time.perf_counter() - began, self.runner.connectors
+        delta = connectors.take_delta() if connectors else None
+        return batch, stats, self.runner.weights_version, delta, self._keeper.after(sampled_s)
+
+    @rpc
+    def take_delta(self) -> Any:
+        """What connectors learnt since the last call; None if `go_on` is to be called first."""
+        return None if self._is_back else self.runner.connectors.take_delta()
+
+    @rpc
+    def go_on(self, kept: bytes | None, delta_taken: bool) -> None:
+        """Go on with the episodes of the dead process that this one replaces; a second call does nothing.
+
+        Weights and shared statistics of connectors become those of that time: `set_weights` follows.
+        """
+        if self._is_back:
+            self._is_back = False
+            go_on(self.runner, kept, delta_taken)
 
     @rpc
     async def offer_weights(self, weights: Any, version: int) -> None:

@@ -2,7 +2,8 @@
 
 The signal makes ``faulthandler`` walk the frames of threads while they run, which can crash a process. It is safe for
 members that cannot answer: a member that holds the interpreter lock keeps its other threads still, and a stopped one
-does not move. A member that starts may be silent and move all the same, so an incident of others sends it no signal.
+does not move. Two kinds of members may be slow and move all the same, and get no signal: one that starts, in an
+incident of others; and one that answers a second, small question, and needs longer for the text of its stacks.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ OWN_ANSWER_S = 2.0
 """Seconds to answer; a member that holds the interpreter lock in C takes longer."""
 INCIDENT_ANSWER_S = 0.7
 """Seconds to answer during a restart, which ends the other members' current work."""
+TEXT_S = 4.0
+"""Further seconds for the text of the stacks, which reads source files, of a member that has answered otherwise."""
 AGENT_ANSWER_S = 6.0
 
 
@@ -37,7 +40,7 @@ async def examine(
 ) -> tuple[MemberStack, ...]:
     """Return one stack per member, in their order; the text says why if there is no stack.
 
-    Takes at most ``own_answer_s`` + ``AGENT_ANSWER_S``.
+    Takes at most ``own_answer_s`` + ``TEXT_S`` + ``AGENT_ANSWER_S``.
 
     Args:
         agent_of: returns the agent of a node, by the node's rank.
@@ -58,11 +61,16 @@ async def examine(
 
 
 async def _ask(runtime: Runtime, endpoint: str, wait_s: float) -> str:
-    """Return a process's own answer; empty if it does not answer."""
+    """Return a process's own answer; empty if it answers nothing."""
+    control = runtime.peer(CONTROL, endpoint)
     try:
-        text: str = await runtime.peer(CONTROL, endpoint).options(timeout_s=wait_s).call("stacks")
+        await control.options(timeout_s=wait_s).call("methods", "")
     except CallError:
         return ""
+    try:
+        text: str = await control.options(timeout_s=TEXT_S).call("stacks")
+    except CallError as error:
+        return f"it answers, but its stacks did not come: {error}"
     return text
 
 

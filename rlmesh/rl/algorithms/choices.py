@@ -18,8 +18,8 @@ KLEstimator = Literal["k1", "k2", "k3"]
 """See :func:`rlmesh.rl.kl.kl_estimate`."""
 
 Level = Literal["token", "sequence", "geometric"]
-"""The scope of a weight: each token; a sequence, as the product over its tokens; or a sequence, as the geometric mean
-over its tokens, which does not grow with its length."""
+"""The scope of an importance weight. ``token``: each token has its own. ``sequence``: the product over the tokens of a
+sequence. ``geometric``: the geometric mean over them, which does not grow with the length."""
 
 
 @dataclass(frozen=True, slots=True)

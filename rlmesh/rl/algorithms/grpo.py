@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 __all__ = ["GRPO", "Advantage", "Loss", "overlong_penalty"]
 
 Advantage = Literal["grpo", "dr_grpo", "rloo", "remax", "opo", "pass_at_k", "reinforce++"]
-"""The comparison of the responses of a group: :mod:`rlmesh.rl.group_advantages` has a function for each."""
+"""The way to compare the responses of a group; :mod:`rlmesh.rl.group_advantages` has a function for each."""
 
 Loss = Literal["grpo", "dapo", "dr_grpo", "gspo", "cispo", "sapo"]
 """A published combination of term, clip bounds and aggregation; settings of :class:`GRPO` override parts of it."""
@@ -60,12 +60,12 @@ class GRPO(Algorithm):
         aggregation, clip_low, clip_high: ``None``: those of the variant.
         dual_clip: see :func:`rlmesh.rl.losses.ppo_clip_loss`; for the term of PPO only.
         kl: weight of the divergence from the reference in the loss; 0 needs no reference.
-        kl_estimator: estimates the value of that divergence; its gradient is unbiased with every choice.
-        correction: weights for the difference between engine and trainer: ``None``, a level, or a
+        kl_estimator: estimator of the value of this divergence; the gradient is unbiased with every estimator.
+        correction: importance weights for the difference between engine and trainer: ``None``, a level, or a
             :class:`rlmesh.rl.correction.Correction`.
         entropy: weight of the entropy bonus.
         eps: added to the standard deviation of a group; for the advantage ``grpo`` only.
-        k: responses of which one must be right; for the advantage ``pass_at_k`` only.
+        k: number of responses, of which one must be right; for the advantage ``pass_at_k`` only.
         constant: divisor per response; for the aggregation ``constant`` only. Usually the most tokens of a response.
         overlong: (token limit, number of tokens before it over which a penalty grows to 1), or ``None``
             (:func:`overlong_penalty`).
@@ -198,7 +198,7 @@ class GRPO(Algorithm):
             "rloo": lambda: by_group.rloo(rewards, groups, valid=valid),
             "opo": lambda: by_group.opo(rewards, groups, batch.lengths, valid=valid),
             "pass_at_k": lambda: by_group.pass_at_k(rewards > 0, groups, k=self.k, valid=valid),
-            "remax": lambda: by_group.remax(rewards, _given(batch.greedy_rewards, "greedy rewards"), valid=valid),
+            "remax": lambda: by_group.remax(rewards, batch.required("greedy_rewards"), valid=valid),
             "reinforce++": lambda: by_group.reinforce_plus_plus_baseline(rewards, groups, batch.mask, valid=valid),
         }
         return ways[self.advantage]()
@@ -256,9 +256,3 @@ def overlong_penalty(lengths: Tensor, most: int, before: int) -> Tensor:
         lengths: ``[episodes]``.
     """
     return ((lengths.double() - (most - before)) / before).clamp(0, 1)
-
-
-def _given(tensor: Tensor | None, name: str) -> Tensor:
-    if tensor is None:
-        raise ValueError(f"the batch has no {name}, which this algorithm needs")
-    return tensor

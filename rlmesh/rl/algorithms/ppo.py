@@ -33,10 +33,10 @@ class _TokenLevel(Algorithm):
         gamma: discount per token, in [0, 1].
         kl: weight of the KL penalty in the rewards, ≥ 0; 0 needs no reference.
         kl_loss: weight of the divergence in the loss, ≥ 0.
-        kl_estimator: of the divergence in the loss. Its gradient is unbiased with every estimator.
-        clip_low, clip_high: of the ratio; ``clip_high=None``: as ``clip_low``.
+        kl_estimator: estimator of the divergence in the loss. The gradient is unbiased with every estimator.
+        clip_low, clip_high: distances from 1 at which the ratio is clipped; ``clip_high=None``: as ``clip_low``.
         dual_clip: see :func:`rlmesh.rl.losses.ppo_clip_loss`.
-        aggregation: of tokens; ``token-mean`` or ``sequence-mean``.
+        aggregation: mean over tokens; ``token-mean`` or ``sequence-mean``.
         correction: as in :class:`rlmesh.rl.algorithms.GRPO`.
         entropy: weight of the entropy bonus.
     """
@@ -152,10 +152,8 @@ class PPO(_TokenLevel):
         from rlmesh.rl.advantages import gae
         from rlmesh.rl.masking import masked_whiten
 
-        if batch.values is None:
-            raise ValueError("the batch has no values, which PPO needs: give the run a critic")
         mask = batch.usable
-        advantages, returns = gae(rewards, batch.values.double(), mask, gamma=self.gamma, lam=self.lam)
+        advantages, returns = gae(rewards, batch.required("values").double(), mask, gamma=self.gamma, lam=self.lam)
         return (masked_whiten(advantages, mask) if self.whiten else advantages), returns
 
 

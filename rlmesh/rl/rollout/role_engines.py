@@ -10,6 +10,7 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
+from rlmesh import RoleGroup, WeightSync
 from rlmesh.errors import (
     CallError,
     CallTimeout,
@@ -24,16 +25,16 @@ from rlmesh.rl.engines.rollout import SamplingParams
 from rlmesh.rl.rollout.requests import ErrorKind, GroupRequest
 from rlmesh.rl.types import Episode
 
-__all__ = ["LOST", "PUSHES", "OwnSampling", "RoleEngines", "kind_of", "progress_of", "push_to_all"]
+__all__ = ["LOST", "PUSHES", "OwnSampling", "RoleEngines", "kind_of", "progress_of", "push_to_all", "serving"]
 
 LOST = (PeerLost, StaleIncarnation, Restarting)
-"""Errors of calls to a member whose process died, or was replaced."""
+"""Errors of calls to a member whose process died or was replaced."""
 PUSHES = 5
-"""Attempts of a push during which engines are lost."""
+"""The most attempts of a push during which engines die."""
 PROGRESS_S = 5.0
-"""Seconds for which an engine may take to say whether it samples."""
+"""Seconds to wait for an engine's progress counter."""
 CRASH = re.compile(r"exited with code|killed by SIG(?:ABRT|BUS|FPE|ILL|SEGV|SYS|TRAP)\b|\(out of memory")
-"""Ends of a process that a prompt may have caused, as `PeerLost.reason` tells them. Other signals come from outside."""
+"""Matches a `PeerLost.reason` whose cause may be a prompt. Other signals come from outside."""
 
 
 class RoleEngines:
@@ -41,20 +42,34 @@ class RoleEngines:
 
     Args:
         group: the members.
-        params: of sampling; the seeds come with the requests.
-        in_turn: the members share their devices with other roles, and take turns.
+        params: parameters of sampling; the seeds come with the requests.
+        in_turn: True if the members share their devices with other roles, and take turns.
+        sync: pushes weights to the members; None: pushes go to all of them.
     """
 
-    def __init__(self, group: Any, params: SamplingParams, *, in_turn: bool) -> None:
-        self._group, self._params = group, params
+    def __init__(self, group: Any, params: SamplingParams, *, in_turn: bool, sync: WeightSync | None = None) -> None:
+        self._group, self._params, self._sync = group, params, sync
         self._method = "sample_in_turn" if in_turn else "sample"
 
     def ranks(self) -> Sequence[int]:
         ranks: Sequence[int] = self._group.ranks
-        return ranks
+        return ranks if self._sync is None else _served_ranks(self._group, self._sync)
+
+    def returned(self) -> bool:
+        return self._sync is not None and bool(self._sync.returned)
+
+    def place(self, rank: int) -> int:
+        """The place of a member in the group.
+
+        Raises:
+            WeightsNotReady: it restarts, or has restarted since the last push; a call to it would wait for its return.
+        """
+        if self._sync is not None and rank not in self.ranks():
+            raise WeightsNotReady(f"{self._group.role}:{rank} has restarted since the last push of weights")
+        return list(self._group.ranks).index(rank)
 
     def ask(self, rank: int, requests: Sequence[GroupRequest]) -> Future[Any]:
-        place = list(self._group.ranks).index(rank)
+        place = self.place(rank)
         bare = [replace(request, row={}) for request in requests]  # engines need no rows
         future: Future[Any] = self._group[place].call(self._method, bare, self._params)
         return future
@@ -69,9 +84,23 @@ class RoleEngines:
         return kind_of(error)
 
 
+def _served_ranks(group: Any, sync: WeightSync) -> tuple[int, ...]:
+    served = sync.served
+    return tuple(rank for rank in group.ranks if f"{group.role}:{rank}" in served)
+
+
+def serving(group: Any, sync: WeightSync) -> Any:
+    """The members of a role that serve the weights pushed last; all members if none does."""
+    ranks = _served_ranks(group, sync)
+    if not ranks or len(ranks) == len(group):
+        return group
+    return RoleGroup(group.role, ranks=ranks).options(idempotent=True)
+
+
 def progress_of(group: Any) -> dict[int, int]:
-    """By rank, numbers that change while a member samples; without members that do not answer."""
-    quick, found = group.options(idempotent=True, timeout_s=PROGRESS_S), {}
+    """A counter per rank that changes while a member samples. Members that do not answer are left out."""
+    # Not idempotent, and without a queue: a member that restarts is not waited for.
+    quick, found = group.options(idempotent=False, queue=False, timeout_s=PROGRESS_S), {}
     asked = {rank: quick[place].call("tokens_sampled") for place, rank in enumerate(group.ranks)}
     for rank, answer in asked.items():
         with suppress(Exception):  # who waits only sees that nothing moves
@@ -80,7 +109,7 @@ def progress_of(group: Any) -> dict[int, int]:
 
 
 def kind_of(error: BaseException) -> ErrorKind:
-    """The meaning of an error of a call to a member."""
+    """The kind of an error of a call to a member."""
     if isinstance(error, WeightsNotReady):
         return "no weights"
     if not isinstance(error, LOST):
@@ -95,16 +124,17 @@ def push_to_all(
     push: Callable[[], object], before: Callable[[], object], after: Callable[[], object], *, wait_s: float,
     clock: Callable[[], float] = time.monotonic,
 ) -> None:  # fmt: skip
-    """Make a push of weights, and make it again if an engine is lost meanwhile, or as long as one has not started.
+    """Push weights to all engines; repeat the push if an engine dies meanwhile or has not started yet.
 
     Args:
         push: makes one attempt, which waits for engines for some time.
-        before, after: called before each attempt, and after one that failed.
-        wait_s: the most seconds for which engines that start are waited for; a large model takes minutes to load.
-        clock: seconds.
+        before: called before each attempt.
+        after: called after each attempt that failed.
+        wait_s: the most seconds to wait for engines that start: a large model takes minutes to load.
+        clock: returns seconds.
 
     Raises:
-        WeightSyncError: the push failed for another reason, engines were lost again and again, or did not start.
+        WeightSyncError: the push failed for another reason, engines died in `PUSHES` attempts, or did not start.
     """
     began, losses = clock(), 0
     while True:
@@ -125,13 +155,13 @@ def push_to_all(
 
 
 class OwnSampling:
-    """A trainer's own method of sampling in the place of engines, which samples whole rounds on the caller's thread.
+    """Lets a trainer's own function sample in place of engines: whole rounds, on the caller's thread.
 
-    The seed of a round is that of its first response. The generators of Python, NumPy and torch are seeded with it too,
-    so responses are the same in a run that goes on from a checkpoint.
+    The seed of a round is the seed of its first response. The generators of Python, NumPy and torch are seeded with it
+    too, so that a resumed run samples the same responses.
 
     Args:
-        generate: (prompts, seed) → one episode per prompt.
+        generate: function from prompts and a seed to one episode per prompt.
     """
 
     def __init__(self, generate: Callable[[list[list[int]], int], list[Episode]]) -> None:
@@ -149,6 +179,9 @@ class OwnSampling:
             episodes = iter(self._generate(prompts, seed))
         future.set_result([[next(episodes) for _ in request.seeds] for request in requests])
         return future
+
+    def returned(self) -> bool:
+        return False
 
     def episodes(self, result: Any) -> list[list[Episode]]:
         found: list[list[Episode]] = result

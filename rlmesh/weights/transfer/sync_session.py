@@ -101,6 +101,11 @@ class SyncSession:
             raise
         return session
 
+    @property
+    def sinks(self) -> Incarnations:
+        """The sinks that take part, and the incarnation of each."""
+        return {name: self._members[name] for name in self.sink_names}
+
     def is_of(self, source: Endpoint, sinks: Endpoint) -> bool:
         """True if the members are still those for which the plan was made."""
         return self._members == {**source.incarnations(), **sinks.incarnations()}

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import gymnasium as gym
@@ -171,3 +173,34 @@ class Turns(MultiAgentEnv):
             rewards[agent] = float((2 * actions[agent] - 1) * self.cues[agent])
         self.taken[agent] += 1
         return self._observe(), rewards, {"__all__": not self.order}, {"__all__": False}, {}
+
+
+class Fragile(Scripted):
+    """`Scripted` that raises an error which no pickle brings back, and whose second environment never breaks."""
+
+    class Cracked(Exception):
+        def __init__(self, one: Any, two: Any) -> None:
+            super().__init__("cracked")
+
+    def step(self, actions: Any) -> Any:
+        try:
+            return super().step(actions)
+        except RuntimeError:
+            raise Fragile.Cracked(1, 2) from None
+
+
+class Waiting(Convoy):
+    """A step returns when the other environment has begun its step too, or after 20 seconds."""
+
+    def __init__(self, config: Any) -> None:
+        self.folder, self.number, self.steps = Path(config["folder"]), config.vector_index, 0
+
+    def step(self, actions: Any) -> Any:
+        self.steps += 1
+        (self.folder / f"{self.number}-{self.steps}").touch()
+        other, until = self.folder / f"{1 - self.number}-{self.steps}", time.monotonic() + 20
+        while not other.exists():
+            if time.monotonic() > until:
+                raise AssertionError("the other environment has not begun its step")
+            time.sleep(0.001)
+        return super().step(actions)

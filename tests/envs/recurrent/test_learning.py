@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from rlmesh.envs import A2CConfig, APPOConfig, DQNConfig, IMPALAConfig, PGConfig, PPOConfig
-from rlmesh.envs.learners.recurrent_dqn import RecurrentDQNLearner
+from rlmesh.envs.learners.recurrent.dqn import RecurrentDQNLearner
 from rlmesh.envs.modules.q_module import QModule
 from rlmesh.errors import UsageError
 
@@ -189,7 +189,7 @@ def test_memory_and_the_buffer_of_sequences_belong_together() -> None:
         dqn(replay_buffer_config={"type": "ReplayBuffer"}).build()
     with pytest.raises(UsageError, match="belong together"):
         dqn().rl_module(model_config={}).build()
-    with pytest.raises(UsageError, match="no key 'use_attention'"):
+    with pytest.raises(UsageError, match="exclude each other"):
         dqn().rl_module(model_config={**WITH_LSTM, "use_attention": True}).build()
     with pytest.raises(UsageError, match="replay_burn_in belongs to the type 'SequenceReplayBuffer'"):
         DQNConfig().environment("CartPole-v1").training(replay_buffer_config={"replay_burn_in": 1}).build()

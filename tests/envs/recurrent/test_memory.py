@@ -18,17 +18,14 @@ from rlmesh.envs import (
     ActorCriticModule,
     Algorithm,
     EnvRunner,
-    MARWILConfig,
     ModulePolicy,
     PGConfig,
     Policy,
     PPOConfig,
     RLModule,
-    SACConfig,
     SampleBatch,
 )
 from rlmesh.envs.learners.learner import Learner
-from rlmesh.envs.learners.marwil import MARWILLearner
 from rlmesh.envs.learners.policy_gradient import ActorCriticLearner, PPOLearner
 from rlmesh.envs.learners.sequences import forward_sequences, sequences_of
 from rlmesh.envs.modules.distributions import distribution_of
@@ -307,11 +304,7 @@ def test_wrong_settings_are_refused(model: dict[str, Any], text: str) -> None:
         small(PPOConfig(), model).training(minibatch_size=16).build()
 
 
-def test_algorithms_and_learners_without_sequences_refuse_memory() -> None:
-    with pytest.raises(UsageError, match=r"MARWILLearner cannot train a module with memory"):
-        MARWILLearner(runner_of(LSTM).policy.module, MARWILConfig().policy_config())  # type: ignore[attr-defined]
-    with pytest.raises(UsageError, match="no key 'use_lstm'"):
-        SACConfig().environment("Pendulum-v1").rl_module(model_config={"use_lstm": True}).build()
+def test_learners_without_sequences_refuse_memory() -> None:
     space = gym.spaces.Box(-1, 1, (2,), np.float32)
     with pytest.raises(UsageError, match=r"Plain cannot train a module with memory"):
         Plain(ActorCriticModule(space, gym.spaces.Discrete(2), LSTM), {})

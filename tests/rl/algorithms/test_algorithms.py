@@ -110,11 +110,11 @@ def test_what_an_algorithm_needs_is_said_before_it_is_missed() -> None:
     assert GRPO(kl=0.1, advantage="remax").needs == {"reference", "greedy"}
     assert PPO().needs == {"critic"} and PPO(kl=0.1).needs == {"critic", "reference"}
     assert ReinforcePlusPlus(kl_loss=0.1).needs == {"reference"} and SFT().needs == frozenset()
-    with pytest.raises(ValueError, match="no greedy rewards"):
+    with pytest.raises(ValueError, match=r"no greedy_rewards: .* must contain 'greedy'"):
         GRPO(advantage="remax").weigh(batch(greedy_rewards=None))
-    with pytest.raises(ValueError, match="give the run a critic"):
+    with pytest.raises(ValueError, match=r"no values: .* must contain 'critic'"):
         PPO().weigh(batch(values=None))
-    with pytest.raises(ValueError, match="give the run a reference"):
+    with pytest.raises(ValueError, match=r"no ref_log_probs: .* must contain 'reference'"):
         OnPolicyDistillation().weigh(batch(ref_log_probs=None))
 
 

@@ -107,7 +107,7 @@ def test_files_that_cannot_be_read_are_named(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     for name, message in {
         "train.parquet": "is no parquet file that can be read",
-        "trian.parquet": r"there is no data file .*did you mean train\.parquet",
+        "trian.parquet": r"there is no data file .*did you mean .*train\.parquet",
         "nowhere/x.parquet": "there is no folder",
         "a.jsonl": r"a\.jsonl:2 is no JSON",
         "latin.jsonl": r"latin\.jsonl cannot be read",

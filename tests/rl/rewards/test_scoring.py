@@ -173,11 +173,11 @@ def test_rewards_with_wrong_arguments_are_refused_by_name() -> None:
     def mixed(sample: Any, rows: Any) -> float:
         return 0.0
 
-    with pytest.raises(UsageError, match=r"parameter 'solution' without a default \(did you mean 'solution_str'\?\)"):
+    with pytest.raises(UsageError, match=r"parameter 'solution' without a default; .*did you mean 'solution_str'\?"):
         Reward(wrong)
-    with pytest.raises(UsageError, match="looks at nothing"):
+    with pytest.raises(UsageError, match="takes no input"):
         Reward(nothing)
-    with pytest.raises(UsageError, match="single values and lists at once"):
+    with pytest.raises(UsageError, match="mixes parameters of one response and of many"):
         Reward(mixed)
     with pytest.raises(UsageError, match="a reward is a function"):
         Reward("gsm8k")  # type: ignore[arg-type]

@@ -85,6 +85,10 @@ class FakeEngines:
         """(engine, version, positions) of each request."""
         self.stuck: set[int] = set()
         """Positions whose answers do not come before they are taken out of this set."""
+        self.absent: set[int] = set()
+        """Engines that the last push left out, since they restart."""
+        self.back = False
+        """What `returned` says."""
         self.tokens: Sequence[int] = ()
         """What `progress` says of the engines."""
         self._answers: list[_Answer] = []
@@ -97,10 +101,12 @@ class FakeEngines:
         self._thread.start()
 
     def push(self, version: int) -> None:
-        """All engines live and serve a version."""
+        """All engines that are there live and serve a version."""
         with self._changed:
+            if self.back:
+                self.back, self.absent = False, set()
             self.version = version
-            self.dead.clear()
+            self.dead &= self.absent
 
     def kill(self, rank: int, how: str = "killed by SIGKILL") -> None:
         """The engine dies with all that it samples."""
@@ -130,7 +136,10 @@ class FakeEngines:
         self._thread.join()
 
     def ranks(self) -> Sequence[int]:
-        return range(self.count)
+        return [rank for rank in range(self.count) if rank not in self.absent]
+
+    def returned(self) -> bool:
+        return self.back
 
     def ask(self, rank: int, requests: Sequence[GroupRequest]) -> Future[Any]:
         future: Future[Any] = Future()

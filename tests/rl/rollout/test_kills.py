@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from rlmesh.rl.rollout.ledger import LEDGER, faults_of, read_rows
+from rlmesh.testing import LocalCluster
 from tests.rl.conftest import make_tiny
-from tests.rl.rollout import kills
+from tests.rl.rollout import kills, kills_job, restart_job
 
 WAIT_S = 180.0
 
@@ -26,6 +27,27 @@ def test_kills_lose_and_repeat_nothing(model: Path, tmp_path: Path, pipeline: st
     found = kills.attempt(tmp_path, model, pipeline, engines, kills=10, seed=1, steps=30)
     assert found.wrong == [], found.output
     assert sum(found.killed.values()) == 10 and found.void > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("pipeline", ["async(staleness=2)", "one-step-off"])
+def test_a_push_that_an_engine_does_not_survive_stalls_nobody(model: Path, tmp_path: Path, pipeline: str) -> None:
+    """The dead engine is not back before five more steps, which the other one samples for."""
+    with LocalCluster(run_root=tmp_path):
+        result = restart_job.build(model, pipeline).submit("restart", view="none")
+    run_dir = Path(result.run_dir)
+    assert faults_of(run_dir / LEDGER) == []
+    rows = list(read_rows(run_dir / LEDGER))
+    assert [row.step for row in rows if row.state == "trained"] == [
+        step + 1 for step in range(restart_job.STEPS) for _ in range(kills_job.BATCH)
+    ]
+    served = [int(line) for line in (run_dir / restart_job.SERVED).read_text().split()]
+    assert min(served) >= restart_job.BACK_AFTER, "it has the latest weights, and none of before its death"
+    reports = [json.loads(line)["metrics"] for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    found = [report for report in reports if "drift_alarm" in report]
+    assert len(found) == restart_job.STEPS
+    assert all(report["drift_alarm"] == 0 for report in found), "each token is of the version that it names"
+    assert sum(report["steps_lost"] for report in found) == 0
 
 
 @pytest.mark.slow

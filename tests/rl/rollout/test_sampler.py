@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from rlmesh.errors import PeerLost, Restarting
-from rlmesh.rl.rollout.asking import EngineLoads
 from rlmesh.rl.rollout.buffer import GroupSlot, SampleBuffer
+from rlmesh.rl.rollout.engine_loads import EngineLoads
 from rlmesh.rl.rollout.judging import judge
 from rlmesh.rl.rollout.ledger import LEDGER, Ledger, faults_of, read_rows
 from rlmesh.rl.rollout.pipeline import Pipeline
@@ -198,6 +198,32 @@ def test_engines_join_and_leave_between_pushes(tmp_path: Path, pipeline: str) ->
             made.step(step)
         made.ledger.flush()
         assert {rank for rank, _, _ in engines.asked[before:]} == {0, 1, 2}
+        assert faults_of(made.path) == []
+        assert [place for taken in made.taken for place in taken] == list(range(SIZE * STEPS))
+
+
+@pytest.mark.parametrize("pipeline", PIPELINES)
+def test_an_engine_that_restarts_is_asked_once_it_has_weights(tmp_path: Path, pipeline: str) -> None:
+    """Steps go on without it. It gets weights with the next push, or before, while the training waits for samples."""
+    engines = FakeEngines(2, tenfold)
+    with loop(tmp_path, engines, pipeline) as made:
+        made.begin()
+        made.step(1)
+        engines.kill(1)
+        engines.absent = {1}
+        for step in range(2, 5):
+            made.step(step)
+        before = len(engines.asked)
+        assert made.revived == 0 and {rank for rank, version, _ in engines.asked if version > 1} == {0}
+        engines.back = True
+        for step in range(5, STEPS + 1):
+            made.step(step)
+        made.ledger.flush()
+        # Step 5 waits for samples only if none are made ahead of it.
+        assert made.revived == (pipeline == "sync") or made.sampler.pipeline.name == "async"
+        assert {rank for rank, _, _ in engines.asked[before:]} == {0, 1}
+        if made.sampler.pipeline.drains:  # what is sampled in one request is the same without engine 1
+            assert {len(positions) for _, _, positions in engines.asked} == {SIZE // 2}
         assert faults_of(made.path) == []
         assert [place for taken in made.taken for place in taken] == list(range(SIZE * STEPS))
 

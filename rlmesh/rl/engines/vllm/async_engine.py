@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import math
 import threading
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future
@@ -42,6 +43,8 @@ class Stretch:
         keep: if a pause ends it, it continues afterwards.
         resumes: it can do so.
         stopped: a stop text has ended it.
+        late: its time limit has ended it.
+        timer: of its time limit, once it has begun.
     """
 
     name: str
@@ -50,6 +53,8 @@ class Stretch:
     keep: bool = False
     resumes: bool = True
     stopped: bool = False
+    late: bool = False
+    timer: asyncio.TimerHandle | None = None
 
 
 class AsyncVllmEngine(VllmBase):
@@ -72,12 +77,12 @@ class AsyncVllmEngine(VllmBase):
         self._stretches: dict[asyncio.Task[None], Stretch] = {}
         self._kept: list[tuple[Growing, RequestBatch]] = []
         self._halted = False
-        self._resuming: set[asyncio.Task[None]] = set()
+        self._background: set[asyncio.Task[None]] = set()
+        """Tasks that nobody waits for."""
         self.on_lost: Callable[[str], object] = lambda why: None
-        """Called on the engine's thread if vLLM's process ends by itself, before requests fail of it. The engine cannot
-        sample any more."""
+        """Called on the engine's thread if vLLM's process ends by itself, before the requests fail. The engine cannot
+        sample afterwards."""
         self._is_lost = False
-        self._children: list[BaseProcess] = []
         self._engine: Any = None
         self._loop = asyncio.new_event_loop()
         started: Future[None] = Future()
@@ -103,9 +108,9 @@ class AsyncVllmEngine(VllmBase):
                     "AsyncVllmEngine needs vLLM 0.32 or newer, which says of each token what weights it is of; this is "
                     f"{vllm.__version__}. VllmEngine runs on it"
                 )
-            others = [child.pid for child in children()]
+            others = children()
             self._engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**self._arguments))
-            self._children = [child for child in children() if child.pid not in others]
+            self._children = children(besides=others)
             for child in self._children:
                 self._loop.add_reader(child.sentinel, self._child_ended, child)
 
@@ -125,12 +130,12 @@ class AsyncVllmEngine(VllmBase):
         self._lost(f"vLLM's process {child.name} (pid {child.pid}) exited with code {child.exitcode}")
 
     def _look_at(self, error: Exception) -> None:
-        """Note a loss, if an error comes of one: vLLM says so before its process has ended."""
+        """Note that vLLM is lost, if an error says so: vLLM reports this before its process has ended."""
         if self._engine is not None and self._engine.errored:
             self._lost(f"vLLM's process is gone: {type(error).__name__}: {error}")
 
     def _lost(self, why: str) -> None:
-        """Note once that vLLM cannot go on, and tell it before any request fails of it."""
+        """Note once that vLLM is lost, and call `on_lost` before any request fails."""
         if self._is_lost:
             return
         self._is_lost = True
@@ -141,14 +146,12 @@ class AsyncVllmEngine(VllmBase):
     def _watch_no_longer(self) -> None:
         for child in self._children:
             self._loop.remove_reader(child.sentinel)
-        self._children = []
 
     async def _stop(self) -> None:
         self._watch_no_longer()
         error = UsageError(f"{self.gate.who} was closed")
         for batch in [*(stretch.batch for stretch in self._stretches.values()), *(batch for _, batch in self._kept)]:
             batch.fail(error)
-        processes = children()
         self._engine.shutdown(timeout=STOP_S)
         self._engine = None
         mine = asyncio.current_task()
@@ -158,18 +161,44 @@ class AsyncVllmEngine(VllmBase):
         await asyncio.gather(*left, return_exceptions=True)
         await self._loop.shutdown_asyncgens()
         await self._loop.shutdown_default_executor()
-        forget(processes)
+        forget(self._children)
 
     # On the engine's loop.
 
     async def _add(self, row: Growing, batch: RequestBatch) -> None:
-        """Start a stretch; it is in vLLM when this returns."""
+        """Start a stretch; it is in vLLM when this returns. A response whose time passed in a pause ends instead."""
+        if row.ends_at <= self._loop.time():
+            row.finish("time")
+            batch.ended()
+            return
         name = str(next(self._numbers))
         outputs = await self._engine.add_request(name, tokens_of(row.context), stretch_params(row, self._ends))
         stretch = Stretch(name, batch, resumes=can_resume(row))
         task = self._loop.create_task(self._follow(row, stretch, outputs))
         self._stretches[task] = stretch
-        task.add_done_callback(self._stretches.pop)
+        task.add_done_callback(self._ended)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        stretch = self._stretches.pop(task)
+        if stretch.timer is not None:
+            stretch.timer.cancel()
+
+    def _time(self, row: Growing, stretch: Stretch) -> None:
+        """Let the time limit of a response count, from its first token on."""
+        row.begin_time(self._loop.time())
+        if stretch.timer is None and row.ends_at < math.inf:
+            stretch.timer = self._loop.call_at(row.ends_at, self._end_late, stretch)
+
+    def _end_late(self, stretch: Stretch) -> None:
+        stretch.late = True
+
+        async def abort() -> None:
+            with suppress(Exception):  # a loss of vLLM, which `_follow` sees too
+                await self._engine.abort(stretch.name)
+
+        task = self._loop.create_task(abort())
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
 
     async def _follow(self, row: Growing, stretch: Stretch, outputs: Any) -> None:
         parts: list[Any] = []
@@ -180,6 +209,7 @@ class AsyncVllmEngine(VllmBase):
                 parts.append(output.outputs[0])
                 stretch.tokens += len(parts[-1].token_ids)
                 Growing.sampled += len(parts[-1].token_ids)
+                self._time(row, stretch)
                 if output.finished:
                     break
                 if row.decode is not None and not stretch.stopped:
@@ -197,15 +227,15 @@ class AsyncVllmEngine(VllmBase):
             return
         if batch.withdrawn:
             return
-        if row.finish_reason is not None:  # by a stop text
+        if row.finish_reason is not None:  # a stop text has ended the stretch
             batch.ended()
-        elif last.finish_reason != "abort" or not stretch.keep:
-            row.finish(last.finish_reason)
+        elif last.finish_reason != "abort" or not stretch.keep or stretch.late:
+            row.finish("time" if last.finish_reason == "abort" and stretch.late else last.finish_reason)
             batch.ended()
         elif self._halted:
             self._kept.append((row, batch))
         else:
-            await self._put_back([(row, batch)])  # the pause that ended it was given up
+            await self._put_back([(row, batch)])  # the pause that ended the stretch was given up
 
     async def _ask(self, method: str, *args: Any, **kwargs: Any) -> Any:
         return await getattr(self._engine, method)(*args, **kwargs)
@@ -232,13 +262,13 @@ class AsyncVllmEngine(VllmBase):
             stretch.keep = mode == "keep" and stretch.resumes
         self._halted = True
         if not self._stretches:
-            return  # no request is let in, and none runs
+            return  # no request is admitted, and none runs
         try:
             async with asyncio.timeout(timeout_s):
-                # Not pause_generation(), which sleeps for 20 ms to let outputs come first: here they are awaited.
+                # Not pause_generation(), which sleeps for 20 ms so that outputs come first: here they are awaited.
                 await self._engine.engine_core.pause_scheduler_async(mode="abort", clear_cache=False)
                 await self._drained(timeout_s)
-                # No request is let in, and none is left: the probe of a push may run.
+                # No request is admitted, and none is left: the probe of a push may run.
                 await self._engine.resume_generation()
         except BaseException as error:
             self._give_up_halt()
@@ -257,7 +287,7 @@ class AsyncVllmEngine(VllmBase):
         return not self._stretches
 
     def _give_up_halt(self) -> None:
-        """Resume vLLM in the background after a halt that failed: as soon as vLLM accepts it, which may be never."""
+        """Resume vLLM in the background after a failed halt, as soon as vLLM answers (it may never do)."""
         self._halted = False
         kept, self._kept = self._kept, []
         if self._engine is None:  # closed in the meantime
@@ -273,8 +303,8 @@ class AsyncVllmEngine(VllmBase):
                 await self._put_back(kept)
 
         task = self._loop.create_task(resume())
-        self._resuming.add(task)
-        task.add_done_callback(self._resuming.discard)
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
 
     async def _put_back(self, kept: Sequence[tuple[Growing, RequestBatch]]) -> None:
         for row, batch in kept:
@@ -363,7 +393,7 @@ class AsyncVllmEngine(VllmBase):
 
 
 def _take_spans(row: Growing, parts: Sequence[Any], spans: Sequence[Any]) -> None:
-    """Add a stretch's parts, each token with the version that vLLM says of it."""
+    """Add the parts of a stretch. vLLM tells the version of each token."""
     tokens = [token for part in parts for token in part.token_ids]
     log_probs = [log_prob for part in parts for log_prob in log_probs_of(part)]
     if sum(span.end - span.start for span in spans) != len(tokens):

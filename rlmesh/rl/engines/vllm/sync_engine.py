@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import queue
 import threading
 import time
@@ -30,7 +31,7 @@ from rlmesh.rl.engines.vllm.requests import (
 __all__ = ["VllmEngine"]
 
 STEP_S = 5.0
-"""Time for the step under way to end."""
+"""Seconds to wait for the end of the running step."""
 _NEXT, _TURN = threading.Lock(), threading.Lock()
 
 
@@ -43,7 +44,7 @@ class VllmEngine(VllmBase):
 
     Args:
         model: a folder in the format of transformers; no tokenizer is needed, since tokens go in and out.
-        pause_mode: treatment of running requests when weights come.
+        pause_mode: treatment of running requests when weights arrive.
         version: the version of the weights in ``model``; None: serve nothing before the first push.
         who: name in errors, until a receiver sets its own.
         probe_token_ids: the fixed prompt that is probed after each push.
@@ -62,13 +63,16 @@ class VllmEngine(VllmBase):
             model, pause_mode=pause_mode, version=version, who=who, probe_token_ids=probe_token_ids,
             pause_timeout_s=pause_timeout_s,
         )  # fmt: skip
-        # Synchronous steps: a step under way while weights come would mix old and new weights.
+        # Synchronous steps: an asynchronous one that runs while weights arrive would mix old and new weights.
         self._arguments = engine_args(model, {"async_scheduling": False, **arguments}, in_process=True)
         self._serving_version = version
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._numbers = itertools.count()
         self._running: dict[str, tuple[Growing, RequestBatch]] = {}
         self._kept: list[tuple[Growing, RequestBatch]] = []
+        self._clock: Callable[[], float] = time.monotonic
+        self._soonest = math.inf
+        """The time at which a response that runs is over."""
         self._halted = False
         self._idle = threading.Event()
         """Set when no request runs."""
@@ -114,7 +118,9 @@ class VllmEngine(VllmBase):
         import torch
         from vllm import EngineArgs, LLMEngine
 
+        others = children()
         self._engine = LLMEngine.from_engine_args(EngineArgs(**self._arguments))
+        self._children = children(besides=others)
         alone = self._engine.vllm_config.parallel_config.world_size == 1
         on_gpu = alone and torch.cuda.is_available()
         return alone, f"cuda:{torch.cuda.current_device()}" if on_gpu else "cpu"
@@ -122,14 +128,13 @@ class VllmEngine(VllmBase):
     def _stop(self) -> None:
         self._fail(UsageError(f"{self.gate.who} was closed"))
         self._idle.set()
-        workers = children()
         self._engine.engine_core.shutdown()
         self._engine.renderer.shutdown()
         self._engine = None
-        forget(workers)
+        forget(self._children)
 
     def _step(self) -> list[Any]:
-        """One step of vLLM; returns outputs that belong to no response."""
+        """Make one step of vLLM; returns outputs that belong to no response."""
         others = []
         for output in self._engine.step():
             found = self._running.get(output.request_id)
@@ -140,19 +145,36 @@ class VllmEngine(VllmBase):
             completion = output.outputs[0]
             assert self._serving_version is not None
             row.add(completion.token_ids, log_probs_of(completion), self._serving_version, masses_of(row, completion))
+            if row.params.time_limit_s is not None:
+                row.begin_time(self._clock())
+                self._soonest = min(self._soonest, row.ends_at)
             if output.finished or row.finish_reason is not None:
                 del self._running[output.request_id]
                 if not output.finished:
-                    self._engine.abort_request([output.request_id])  # a stop text ended it
+                    self._engine.abort_request([output.request_id])  # a stop text ended the response
                 elif row.finish_reason is None:
                     row.finish(completion.finish_reason)
                 batch.ended()
+        self._end_late()
         return others
+
+    def _end_late(self) -> None:
+        """End the responses whose time is over."""
+        if (now := self._clock()) < self._soonest:
+            return
+        for number, (row, batch) in list(self._running.items()):
+            if row.ends_at <= now:
+                del self._running[number]
+                self._engine.abort_request([number])
+                row.finish("time")
+                batch.ended()
+        self._soonest = min((row.ends_at for row, _ in self._running.values()), default=math.inf)
 
     def _add(self, row: Growing, batch: RequestBatch) -> None:
         number = str(next(self._numbers))
         self._engine.add_request(number, tokens_of(row.context), stretch_params(row, self._ends))
         self._running[number] = (row, batch)
+        self._soonest = min(self._soonest, row.ends_at)
         self._idle.clear()
 
     def _take_out(self) -> list[tuple[Growing, RequestBatch]]:
@@ -168,7 +190,7 @@ class VllmEngine(VllmBase):
         self._kept = []
 
     def _break(self, error: Exception) -> None:
-        """vLLM itself failed in a step: its state is unknown, so there is no version."""
+        """Handle an error of vLLM itself in a step: its state is unknown, so the engine has no version afterwards."""
         self.gate.set_version(None, f"vLLM failed in a step: {type(error).__name__}: {error}")
         for _, batch in [*self._running.values(), *self._kept]:
             batch.fail(error)
@@ -189,6 +211,7 @@ class VllmEngine(VllmBase):
         kept, self._kept = self._kept, []
         for row, batch in kept:
             self._add(row, batch)
+        self._end_late()  # before new weights sample for those whose time passed in the pause
 
     def _lose(self, error: Exception) -> None:
         self._fail(error)
@@ -287,7 +310,7 @@ class VllmEngine(VllmBase):
 @contextmanager
 def _alone() -> Iterator[None]:
     """Exclusive use of vLLM: it keeps state of a forward pass in global variables, so its engines take turns."""
-    with _NEXT:  # fair: an engine that steps continuously does not overtake a waiting one
+    with _NEXT:  # fair: an engine that steps continuously waits for others that wait
         _TURN.acquire()
     try:
         yield

@@ -10,7 +10,7 @@ from torch.nn.functional import smooth_l1_loss
 
 from rlmesh.envs.batches import columns
 from rlmesh.envs.learners.dqn import DQNLearner
-from rlmesh.envs.learners.sequences import PREFIX, states_in, with_the_last, zeroed
+from rlmesh.envs.learners.sequences import state_columns, states_in, with_the_last, zeroed
 from rlmesh.envs.modules.q_module import QModule
 from rlmesh.envs.modules.rl_module import RLModule
 
@@ -33,8 +33,7 @@ class RecurrentDQNLearner(DQNLearner):
 
     def __init__(self, module: RLModule, config: Mapping[str, Any]) -> None:
         super().__init__(module, config)
-        states = [PREFIX + name for name in module.get_initial_state()]
-        self.wants = (*DQNLearner.wants, columns.MASK, LEARN_MASK, *states)  # type: ignore[misc,assignment]
+        self.wants = (*DQNLearner.wants, columns.MASK, LEARN_MASK, *state_columns(self.states))  # type: ignore[misc,assignment]
 
     def step(self, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         assert isinstance(self.target, QModule)

@@ -1,0 +1,1 @@
+"""Learners of replayed sequences, for modules with memory."""
