@@ -179,13 +179,13 @@ class TokenWeights:
         def full(name: str, weight: Tensor | float) -> Tensor:
             if not isinstance(weight, torch.Tensor):
                 if not isinstance(weight, int | float):
-                    raise TypeError(f"TokenWeights.of: {name} is a {type(weight).__name__}: give a number or a tensor")
+                    raise TypeError(f"{name} of TokenWeights is a {type(weight).__name__}: give a number or a tensor")
                 return mask.to(wide) * weight
             # Other shapes might be broadcast to wrong weights.
             if weight.shape not in (mask.shape, mask.shape[:1], torch.Size()):
                 shape, (episodes, time) = tuple(weight.shape), mask.shape
                 raise ValueError(
-                    f"TokenWeights.of: {name} has shape {shape}: expected one number per episode, ({episodes},), or "
+                    f"{name} of TokenWeights has shape {shape}: expected one number per episode, ({episodes},), or "
                     f"one per token, ({episodes}, {time})"
                 )
             return spread(weight.to(wide), mask) if weight.ndim == 1 else torch.where(mask, weight.to(wide), 0.0)

@@ -178,14 +178,14 @@ def test_an_algorithm_of_ones_own_is_a_small_class() -> None:
 @pytest.mark.parametrize(
     ("weights", "told"),
     [
-        ({"advantages": [0.0] * 4}, "TokenWeights.of: advantages is a list: give a number or a tensor"),
+        ({"advantages": [0.0] * 4}, "advantages of TokenWeights is a list: give a number or a tensor"),
         (
             {"policy": torch.ones(3)},
-            r"policy has shape \(3,\): expected one number per episode, \(4,\), or one per token",
+            r"policy of TokenWeights has shape \(3,\): expected one number per episode, \(4,\), or one per token",
         ),
-        ({"likelihood": torch.ones(1, 5)}, r"likelihood has shape \(1, 5\)"),
-        ({"divergence": torch.ones(4, 1)}, r"divergence has shape \(4, 1\)"),
-        ({"advantages": torch.ones(2, 4, 5)}, r"advantages has shape \(2, 4, 5\)"),
+        ({"likelihood": torch.ones(1, 5)}, r"likelihood of TokenWeights has shape \(1, 5\)"),
+        ({"divergence": torch.ones(4, 1)}, r"divergence of TokenWeights has shape \(4, 1\)"),
+        ({"advantages": torch.ones(2, 4, 5)}, r"advantages of TokenWeights has shape \(2, 4, 5\)"),
     ],
 )
 def test_weights_of_another_shape_are_refused_and_never_broadcast(weights: Any, told: str) -> None:
