@@ -37,9 +37,9 @@ class Score:
     Attributes:
         value: finite.
         metrics: numbers for the report, averaged over the samples that have them.
-        reason: for people who read samples, such as ``"no answer"``.
-        answer: that was found in the response, as a text that is equal for equal answers, for majority votes; ``None``:
-            there is none, or the reward looks for none.
+        reason: the reason, for people who read samples, such as ``"no answer"``.
+        answer: the answer in the response, for majority votes, as a text that is the same for equal answers; ``None``:
+            the response has none, or the reward does not extract it.
     """
 
     value: float
@@ -51,14 +51,18 @@ class Score:
         value: Any = self.value
         if isinstance(value, bool) or not isinstance(value, (int, float, np.number)) or not np.isfinite(value):
             raise ValueError(f"a score is a finite number, got {self.value!r}")
+        metrics: Any = self.metrics
+        for name, number in metrics.items() if isinstance(metrics, Mapping) else [("metrics", metrics)]:
+            if not isinstance(number, (bool, int, float, np.number, np.bool_)) or not np.isfinite(number):
+                raise ValueError(f"metric {name!r} of a score is a finite number, got {number!r}")
 
 
 @dataclass(frozen=True, slots=True)
 class Abstain:
-    """The scorer does not apply to this episode, which takes no part in its group and is no failure.
+    """The outcome of a scorer that does not apply to an episode. The episode leaves its group, and is no failure.
 
     Attributes:
-        reason: for the count in the report.
+        reason: the reason, for people who read samples.
     """
 
     reason: str = ""
@@ -66,7 +70,7 @@ class Abstain:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """The scorer failed on this episode, which takes no part in its group and is counted. The reward is not 0.
+    """The outcome of a scorer that failed. The episode leaves its group and is counted; its reward is not 0.
 
     Attributes:
         reason: the cause, such as ``"timeout"`` or the text of an exception.
@@ -153,7 +157,7 @@ class Episode:
         finish_reason: the reason for the end of the last turn: ``"stop"``, ``"length"``, ``"time"``, ``"abort"``, or a
             value of the agent.
         outcomes: reward name → outcome.
-        extras: the user's data for this episode.
+        extras: further data of this episode, for rewards.
         failure: the reason why the episode failed, with its place, such as ``"episode 17 turn 3 tool search: no answer
             in 5 s"``. Each reward of a failed episode is `Failed`. ``""``: it did not fail.
     """
@@ -254,5 +258,5 @@ class Group:
 
     @staticmethod
     def episodes_of(groups: Iterable[Group]) -> list[Episode]:
-        """All episodes, group by group."""
+        """The episodes of groups, group by group."""
         return [episode for group in groups for episode in group.episodes]

@@ -140,7 +140,7 @@ def test_weights_of_the_loss_are_checked_and_may_follow_a_schedule() -> None:
     with pytest.raises(UsageError) as raised:
         config.copy().training(entropy_coeff="x", vf_loss_coeff=-1, kl_coeff=None, vf_clip_param=0).build()
     for text in (
-        "entropy_coeff: a number, or points", "vf_loss_coeff: a number of at least 0", "kl_coeff: a number of at least",
+        "entropy_coeff: a number of at least 0, or points", "vf_loss_coeff: a number of at least 0", "kl_coeff: a number of at least",
         "vf_clip_param: a number above 0",
     ):  # fmt: skip
         assert text in str(raised.value)
@@ -161,7 +161,7 @@ class NoArgument(Count):
 
 
 def test_a_configuration_that_nobody_takes_is_refused() -> None:
-    with pytest.raises(UsageError, match=r"env_config has 'size', and NoArgument takes no argument"):
+    with pytest.raises(UsageError, match=r"env_config has 'size', which is no argument of NoArgument. It takes none"):
         PPOConfig().environment(NoArgument, env_config={"size": 3}).build()
     EnvRunner(NoArgument, ModulePolicy).stop()
 

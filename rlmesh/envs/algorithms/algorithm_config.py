@@ -6,10 +6,11 @@ import copy
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
-from rlmesh.envs.algorithms.settings import ALIASES, NOT_THERE, SECTIONS, problems_of
+from rlmesh.envs.algorithms.settings import ALIASES, ALLOWED, NOT_THERE, SECTIONS, problems_of
 from rlmesh.envs.environments.registry import did_you_mean, env_creator_of
 from rlmesh.envs.external.spec import external_problems
 from rlmesh.envs.multi_agent.policies import PolicySpec, policy_specs
+from rlmesh.envs.settings.allowed import Allowed, plain
 from rlmesh.errors import UsageError
 
 if TYPE_CHECKING:
@@ -28,7 +29,8 @@ class AlgorithmConfig:
     Settings are read as attributes or items: ``config.lr``, ``config["lr"]``. Names of RLlib's older versions are
     accepted: ``num_workers``, ``rollouts(…)``, ``sgd_minibatch_size``, and their like.
 
-    A subclass names its algorithm, and adds settings by `training_defaults` and changes others by `changed_defaults`.
+    A subclass names its algorithm, and adds settings by `training_defaults`, with their rules in `allowed`, and changes
+    others by `changed_defaults`. NumPy's numbers and arrays become Python's numbers and lists.
 
     Raises:
         UsageError: an unknown setting, or one of another section; names the nearest right name and section.
@@ -38,6 +40,8 @@ class AlgorithmConfig:
     """Import path of the algorithm, so that settings need no torch."""
     training_defaults: ClassVar[Mapping[str, Any]] = {}
     changed_defaults: ClassVar[Mapping[str, Any]] = {}
+    allowed: ClassVar[Mapping[str, Allowed]] = ALLOWED
+    """The values that settings may have; a subclass has those of the settings that it adds."""
     is_asynchronous: ClassVar[bool] = False
     """True for algorithms whose runners sample while the learner trains."""
     is_offline: ClassVar[bool] = False
@@ -243,7 +247,7 @@ class AlgorithmConfig:
 
     def problems(self) -> list[str]:
         """The faults of the settings; a subclass appends those of its own."""
-        found = [*problems_of(self._values), *external_problems(self._values)]
+        found = [*problems_of(self._values, self._all_allowed()), *external_problems(self._values)]
         found += self._problems_of_policies()
         name = type(self).__name__.removesuffix("Config")
         if self._values["max_requests_in_flight_per_env_runner"] != 1 and not self.is_asynchronous:
@@ -264,6 +268,11 @@ class AlgorithmConfig:
             except UsageError as error:
                 found.append(str(error))
         return found
+
+    @classmethod
+    def _all_allowed(cls) -> dict[str, Allowed]:
+        each = [vars(base).get("allowed", {}) for base in reversed(cls.__mro__)]
+        return {name: allowed for rules in each for name, allowed in rules.items()}
 
     def _problems_of_policies(self) -> list[str]:
         """The faults of settings that differ from policy to policy."""
@@ -380,7 +389,7 @@ class AlgorithmConfig:
                 raise UsageError(f"{where} has no setting {name!r}.{hint}")
             if isinstance(known[key], dict) and value is None:
                 value = {}
-            self._values[key] = value
+            self._values[key] = plain(value)
             if name.endswith("_per_learner") and name in ALIASES:
                 self.__dict__["_per_learner"] |= {name}
         return self

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from rlmesh.envs.algorithms.dqn import share_problems
 from rlmesh.envs.algorithms.off_policy import OffPolicy, OffPolicyConfig
+from rlmesh.envs.settings.allowed import SHARE, Allowed, number, whole
 
 if TYPE_CHECKING:
     from rlmesh.envs.learners.learner import Learner
@@ -25,6 +25,10 @@ class SACConfig(OffPolicyConfig):
 
     algo_class: ClassVar = "rlmesh.envs.algorithms.continuous.SAC"
     training_defaults: ClassVar = {"tau": 0.005, "initial_alpha": 1.0, "target_entropy": "auto"}
+    allowed: ClassVar = {
+        "tau": SHARE, "initial_alpha": number(0, above=True),
+        "target_entropy": Allowed("a number or 'auto'", lambda value: value == "auto" or number().accepts(value)),
+    }  # fmt: skip
     changed_defaults: ClassVar = {"lr": 1e-3, "num_steps_sampled_before_learning_starts": 500}
 
     def learner_class(self) -> type[Learner]:
@@ -43,14 +47,6 @@ class SACConfig(OffPolicyConfig):
         config["module_class"] = config["module_class"] or SACModule
         return config
 
-    def problems(self) -> list[str]:
-        values, found = self._values, super().problems()
-        if not (isinstance(values["initial_alpha"], int | float) and values["initial_alpha"] > 0):
-            found.append(f"initial_alpha: a number above 0, not {values['initial_alpha']!r}")
-        if values["target_entropy"] != "auto" and not isinstance(values["target_entropy"], int | float):
-            found.append(f"target_entropy: a number or 'auto', not {values['target_entropy']!r}")
-        return found + share_problems(values, "tau")
-
 
 class TD3Config(OffPolicyConfig):
     """Settings of TD3 (Fujimoto et al. 2018), beside those of `OffPolicyConfig`. Actions are scaled to [-1, 1].
@@ -67,6 +63,10 @@ class TD3Config(OffPolicyConfig):
     algo_class: ClassVar = "rlmesh.envs.algorithms.continuous.TD3"
     training_defaults: ClassVar = {
         "tau": 0.005, "policy_delay": 2, "exploration_noise": 0.1, "target_noise": 0.2, "target_noise_clip": 0.5,
+    }  # fmt: skip
+    allowed: ClassVar = {
+        "tau": SHARE, "policy_delay": whole(1), "exploration_noise": number(0), "target_noise": number(0),
+        "target_noise_clip": number(0, endless=True),
     }  # fmt: skip
     changed_defaults: ClassVar = {"lr": 1e-3, "num_steps_sampled_before_learning_starts": 500}
 
@@ -85,15 +85,6 @@ class TD3Config(OffPolicyConfig):
         config = super().policy_config()
         config["module_class"] = config["module_class"] or TD3Module
         return config
-
-    def problems(self) -> list[str]:
-        values, found = self._values, super().problems()
-        if type(values["policy_delay"]) is not int or values["policy_delay"] < 1:
-            found.append(f"policy_delay: a whole number of at least 1, not {values['policy_delay']!r}")
-        for name in ("exploration_noise", "target_noise", "target_noise_clip"):
-            if not (isinstance(values[name], int | float) and values[name] >= 0):
-                found.append(f"{name}: a number of at least 0, not {values[name]!r}")
-        return found + share_problems(values, "tau")
 
 
 class SAC(OffPolicy):

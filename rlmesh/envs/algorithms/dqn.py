@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from rlmesh.envs.algorithms.off_policy import OffPolicy, OffPolicyConfig
-from rlmesh.envs.learners.schedule import schedule_problem
+from rlmesh.envs.settings.allowed import FLAG, SHARE, number, schedule, whole
 
 if TYPE_CHECKING:
     from rlmesh.envs.learners.learner import Learner
@@ -33,6 +33,10 @@ class DQNConfig(OffPolicyConfig):
         "double_q": True, "dueling": True, "epsilon": [[0, 1.0], [8_000, 0.04]], "target_network_update_freq": 128,
         "tau": 1.0,
     }  # fmt: skip
+    allowed: ClassVar = {
+        "double_q": FLAG, "dueling": FLAG, "epsilon": schedule(number(0, 1)), "target_network_update_freq": whole(1),
+        "tau": SHARE,
+    }  # fmt: skip
     changed_defaults: ClassVar = {
         "lr": 2.3e-3, "train_batch_size": 64, "rollout_fragment_length": 256, "training_intensity": 32.0, "n_step": 3,
         "replay_buffer_config": {"type": "PrioritizedReplayBuffer", "capacity": 100_000}, "grad_clip": 10.0,
@@ -54,24 +58,6 @@ class DQNConfig(OffPolicyConfig):
         config["module_class"] = config["module_class"] or QModule
         config["model_config"] = {"dueling": self._values["dueling"], **config["model_config"]}
         return config
-
-    def problems(self) -> list[str]:
-        values, found = self._values, super().problems()
-        if problem := schedule_problem("epsilon", values["epsilon"]):
-            found.append(problem)
-        frequency = values["target_network_update_freq"]
-        if type(frequency) is not int or frequency < 1:
-            found.append(f"target_network_update_freq: a whole number of at least 1, not {frequency!r}")
-        return found + share_problems(values, "tau")
-
-
-def share_problems(values: Any, *names: str) -> list[str]:
-    """The faults of settings that are above 0 and at most 1."""
-    return [
-        f"{name}: a number above 0 and at most 1, not {values[name]!r}"
-        for name in names
-        if not (isinstance(values[name], int | float) and 0 < values[name] <= 1)
-    ]
 
 
 class DQN(OffPolicy):

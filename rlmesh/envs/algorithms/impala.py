@@ -7,17 +7,22 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from rlmesh.envs.algorithms.algorithm import Algorithm
 from rlmesh.envs.algorithms.algorithm_config import AlgorithmConfig
+from rlmesh.envs.algorithms.pg import ACTOR_CRITIC
+from rlmesh.envs.algorithms.ppo import CLIP, KL
 from rlmesh.envs.algorithms.results import ResultDict
 from rlmesh.envs.algorithms.train_ops import train_one_step
-from rlmesh.envs.learners.schedule import schedule_problem
 from rlmesh.envs.multi_agent.settings import counting_problems
 from rlmesh.envs.replay.circular import CircularBuffer
 from rlmesh.envs.runners.async_sampler import AsyncSampler, SampledFragments, staleness
+from rlmesh.envs.settings.allowed import FLAG, SHARE, number, optional, whole
 
 if TYPE_CHECKING:
     from rlmesh.envs.learners.learner import Learner
 
 __all__ = ["APPO", "IMPALA", "APPOConfig", "IMPALAConfig"]
+
+
+_RATIO = optional(number(0, above=True, endless=True))
 
 
 class IMPALAConfig(AlgorithmConfig):
@@ -41,6 +46,10 @@ class IMPALAConfig(AlgorithmConfig):
         "vtrace": True, "vtrace_clip_rho_threshold": 1.0, "vtrace_clip_pg_rho_threshold": 1.0, "vf_loss_coeff": 0.5,
         "entropy_coeff": 0.01, "broadcast_interval": 1,
     }  # fmt: skip
+    allowed: ClassVar = {
+        **ACTOR_CRITIC, "vtrace_clip_rho_threshold": _RATIO, "vtrace_clip_pg_rho_threshold": _RATIO,
+        "broadcast_interval": whole(1),
+    }  # fmt: skip
     changed_defaults: ClassVar = {
         "lr": 5e-4, "grad_clip": 40.0, "adam_epsilon": 1e-8, "train_batch_size": 500, "num_env_runners": 2,
         "num_envs_per_env_runner": 5, "rollout_fragment_length": 50, "max_requests_in_flight_per_env_runner": 2,
@@ -58,23 +67,11 @@ class IMPALAConfig(AlgorithmConfig):
         values, found = self._values, [*super().problems(), *counting_problems(self._values)]
         if values["vtrace"] is not True:
             found.append("vtrace: only True; steps of older policies need the correction. PPO does without")
-        found += [
-            f"{name}: a number above 0, or None, not {values[name]!r}"
-            for name in ("vtrace_clip_rho_threshold", "vtrace_clip_pg_rho_threshold")
-            if values[name] is not None and not _is_positive(values[name])
-        ]
-        found += filter(None, [schedule_problem("entropy_coeff", values["entropy_coeff"])])
-        if type(values["broadcast_interval"]) is not int or values["broadcast_interval"] < 1:
-            found.append(f"broadcast_interval: a whole number of at least 1, not {values['broadcast_interval']!r}")
         if values["rollout_fragment_length"] == "auto":
             found.append("rollout_fragment_length: a whole number, since a batch is made of the fragments that arrive")
         if values["minibatch_size"] is not None:
             found.append("minibatch_size: V-trace needs whole fragments; set train_batch_size instead")
         return found
-
-
-def _is_positive(value: Any) -> bool:
-    return isinstance(value, int | float) and value > 0
 
 
 class APPOConfig(IMPALAConfig):
@@ -98,6 +95,11 @@ class APPOConfig(IMPALAConfig):
         "clip_param": 0.4, "target_worker_clipping": 2.0, "tau": 1.0, "target_network_update_freq": 2,
         "use_kl_loss": False, "kl_coeff": 1.0, "kl_target": 0.01, "use_circular_buffer": True,
         "circular_buffer_num_batches": 8, "circular_buffer_iterations_per_batch": 2,
+    }  # fmt: skip
+    allowed: ClassVar = {
+        **KL, "clip_param": CLIP, "target_worker_clipping": number(0, above=True, endless=True), "tau": SHARE,
+        "target_network_update_freq": number(0, above=True), "use_kl_loss": FLAG, "use_circular_buffer": FLAG,
+        "circular_buffer_num_batches": whole(1), "circular_buffer_iterations_per_batch": whole(1),
     }  # fmt: skip
 
     of_all_policies: ClassVar = (
@@ -123,18 +125,6 @@ class APPOConfig(IMPALAConfig):
         if not self["use_circular_buffer"]:
             return 1, 1
         return self["circular_buffer_num_batches"], self["circular_buffer_iterations_per_batch"]
-
-    def problems(self) -> list[str]:
-        values, found = self._values, super().problems()
-        for name in ("target_worker_clipping", "target_network_update_freq"):
-            if not _is_positive(values[name]):
-                found.append(f"{name}: a number above 0, not {values[name]!r}")
-        if not (_is_positive(values["tau"]) and values["tau"] <= 1):
-            found.append(f"tau: a number above 0 and at most 1, not {values['tau']!r}")
-        for name in ("circular_buffer_num_batches", "circular_buffer_iterations_per_batch"):
-            if type(values[name]) is not int or values[name] < 1:
-                found.append(f"{name}: a whole number of at least 1, not {values[name]!r}")
-        return found
 
 
 class IMPALA(Algorithm):

@@ -17,6 +17,7 @@ from rlmesh.envs.offline.recorded_sequences import RecordedSequences
 from rlmesh.envs.offline.recorded_steps import RecordedSteps
 from rlmesh.envs.offline.sources import parts_of, source_problem
 from rlmesh.envs.runners.env_runner import EnvRunner
+from rlmesh.envs.settings.allowed import number
 from rlmesh.errors import UsageError
 
 if TYPE_CHECKING:
@@ -51,6 +52,10 @@ class MARWILConfig(AlgorithmConfig):
         "beta": 1.0, "vf_coeff": 1.0, "moving_average_sqd_adv_norm_start": 100.0,
         "moving_average_sqd_adv_norm_update_rate": 1e-8,
     }  # fmt: skip
+    allowed: ClassVar = {
+        "beta": number(0), "vf_coeff": number(0), "moving_average_sqd_adv_norm_start": number(0, above=True),
+        "moving_average_sqd_adv_norm_update_rate": number(0, 1),
+    }  # fmt: skip
     changed_defaults: ClassVar = {"lr": 1e-4, "grad_clip": None, "train_batch_size": 2000, "adam_epsilon": 1e-8}
 
     def learner_class(self) -> type[Learner]:
@@ -64,12 +69,6 @@ class MARWILConfig(AlgorithmConfig):
             found.append("offline_data(input_=…): name the recorded steps")
         elif (problem := source_problem(values["input_"])) is not None:
             found.append(problem)
-        for name in ("beta", "vf_coeff", "moving_average_sqd_adv_norm_update_rate"):
-            if not (isinstance(values[name], int | float) and values[name] >= 0):
-                found.append(f"{name}: a number of at least 0, not {values[name]!r}")
-        start = values["moving_average_sqd_adv_norm_start"]
-        if not (isinstance(start, int | float) and start > 0):
-            found.append(f"moving_average_sqd_adv_norm_start: a number above 0, not {start!r}")
         if values["num_env_runners"]:
             found.append("num_env_runners: nothing is sampled; for evaluation, set evaluation_num_env_runners")
         if values["min_env_steps_per_iteration"]:

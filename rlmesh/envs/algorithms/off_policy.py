@@ -18,6 +18,7 @@ from rlmesh.envs.multi_agent.runner import MultiAgentEnvRunner
 from rlmesh.envs.multi_agent.settings import counting_problems
 from rlmesh.envs.replay import MultiAgentReplayBuffer, PrioritizedReplayBuffer, ReplayBuffer, SequenceReplayBuffer
 from rlmesh.envs.runners.base import DEFAULT_POLICY
+from rlmesh.envs.settings.allowed import Allowed, faults_of, number, optional, whole
 
 if TYPE_CHECKING:
     from rlmesh.envs.modules.policy import Policy
@@ -29,6 +30,10 @@ BUFFERS: dict[str, type[ReplayBuffer]] = {
     "SequenceReplayBuffer": SequenceReplayBuffer,
 }  # fmt: skip
 BUFFER_KEYS = {"type": None, "capacity": 100_000, "alpha": 0.6, "beta": 0.4, "eps": 1e-6, "replay_burn_in": 0}
+BUFFER_ALLOWED: dict[str, Allowed] = {
+    "capacity": whole(1), "alpha": number(0), "beta": number(0, 1), "eps": number(0, above=True),
+    "replay_burn_in": whole(0),
+}  # fmt: skip
 OF_TYPES = {
     **dict.fromkeys(("alpha", "beta", "eps"), "PrioritizedReplayBuffer"), "replay_burn_in": "SequenceReplayBuffer",
 }  # fmt: skip
@@ -58,6 +63,10 @@ class OffPolicyConfig(AlgorithmConfig):
         "replay_buffer_config": {"type": "ReplayBuffer", "capacity": 100_000}, "n_step": 1,
         "num_steps_sampled_before_learning_starts": 1000, "training_intensity": None,
     }  # fmt: skip
+    allowed: ClassVar = {
+        "n_step": whole(1), "num_steps_sampled_before_learning_starts": whole(0),
+        "training_intensity": optional(number(0, above=True)),
+    }  # fmt: skip
     changed_defaults: ClassVar = {
         "rollout_fragment_length": 1, "train_batch_size": 256, "min_env_steps_per_iteration": 1000, "grad_clip": None,
         "adam_epsilon": 1e-8,
@@ -76,12 +85,6 @@ class OffPolicyConfig(AlgorithmConfig):
     def problems(self) -> list[str]:
         values, found = self._values, super().problems()
         found += counting_problems(values) + buffer_problems(values["replay_buffer_config"]) + self._sequence_problems()
-        for name, least in (("n_step", 1), ("num_steps_sampled_before_learning_starts", 0)):
-            if type(values[name]) is not int or values[name] < least:
-                found.append(f"{name}: a whole number of at least {least}, not {values[name]!r}")
-        intensity = values["training_intensity"]
-        if intensity is not None and not (isinstance(intensity, int | float) and intensity > 0):
-            found.append(f"training_intensity: a number above 0, or None, not {intensity!r}")
         if values["rollout_fragment_length"] == "auto":
             found.append("rollout_fragment_length: a whole number, since the batch is not sampled but replayed")
         found += [f"{name}: each replayed batch is used once; leave it out" for name in UNUSED if self._changed(name)]
@@ -96,7 +99,8 @@ class OffPolicyConfig(AlgorithmConfig):
         ]
 
     def _uses_memory(self) -> bool:
-        model = {**self._values["model"], **self._values["model_config"]}
+        models = [each for each in (self._values["model"], self._values["model_config"]) if isinstance(each, Mapping)]
+        model = {name: value for each in models for name, value in each.items()}
         return bool(model.get("use_lstm") or model.get("use_attention"))
 
     def _replays_sequences(self) -> bool:
@@ -124,9 +128,7 @@ def buffer_problems(config: Any) -> list[str]:
         for key, of_type in OF_TYPES.items()
         if key in config and kind != of_type
     ]
-    burn_in = config.get("replay_burn_in", 0)
-    if type(burn_in) is not int or burn_in < 0:
-        found.append(f"replay_buffer_config: replay_burn_in: a whole number of at least 0, not {burn_in!r}")
+    found += faults_of(config, BUFFER_ALLOWED, prefix="replay_buffer_config: ")
     return found
 
 

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from rlmesh.envs.algorithms.algorithm import Algorithm
 from rlmesh.envs.algorithms.algorithm_config import AlgorithmConfig
-from rlmesh.envs.learners.schedule import schedule_problem
+from rlmesh.envs.settings.allowed import FLAG, Allowed, number, schedule
 
 if TYPE_CHECKING:
     from rlmesh.envs.learners.learner import Learner
 
 __all__ = ["A2C", "PG", "VPG", "A2CConfig", "PGConfig", "VPGConfig"]
+
+
+ACTOR_CRITIC: dict[str, Allowed] = {
+    "vf_loss_coeff": number(0), "entropy_coeff": schedule(number(0)), "standardize_advantages": FLAG,
+}  # fmt: skip
+"""The values of settings that algorithms with a policy and a value function share."""
 
 
 class PGConfig(AlgorithmConfig):
@@ -31,21 +36,13 @@ class PGConfig(AlgorithmConfig):
         "lambda_": 1.0, "vf_loss_coeff": 0.5, "entropy_coeff": 0.0, "standardize_advantages": True,
         "estimate_advantages": True,
     }  # fmt: skip
+    allowed: ClassVar = ACTOR_CRITIC
     changed_defaults: ClassVar = {"lr": 4e-3, "train_batch_size": 1000, "num_envs_per_env_runner": 8}
 
     def learner_class(self) -> type[Learner]:
         from rlmesh.envs.learners.policy_gradient import ActorCriticLearner
 
         return ActorCriticLearner
-
-    def problems(self) -> list[str]:
-        return super().problems() + entropy_problems(self._values)
-
-
-def entropy_problems(values: Mapping[str, Any]) -> list[str]:
-    """The fault of ``entropy_coeff``, if it has one."""
-    problem = schedule_problem("entropy_coeff", values["entropy_coeff"])
-    return [problem] if problem else []
 
 
 class A2CConfig(PGConfig):

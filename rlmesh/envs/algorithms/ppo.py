@@ -6,12 +6,18 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from rlmesh.envs.algorithms.algorithm import Algorithm
 from rlmesh.envs.algorithms.algorithm_config import AlgorithmConfig
-from rlmesh.envs.algorithms.pg import entropy_problems
+from rlmesh.envs.algorithms.pg import ACTOR_CRITIC
+from rlmesh.envs.settings.allowed import Allowed, number, optional, schedule
 
 if TYPE_CHECKING:
     from rlmesh.envs.learners.learner import Learner
 
 __all__ = ["PPO", "PPOConfig"]
+
+
+CLIP = schedule(number(0, above=True), number(0))
+"""Half the width of the interval around ratio 1, which a schedule may bring down to 0."""
+KL: dict[str, Allowed] = {"kl_coeff": number(0), "kl_target": number(0)}
 
 
 class PPOConfig(AlgorithmConfig):
@@ -34,6 +40,9 @@ class PPOConfig(AlgorithmConfig):
         "lambda_": 0.95, "clip_param": 0.2, "vf_loss_coeff": 0.5, "vf_clip_param": None, "entropy_coeff": 0.0,
         "kl_coeff": 0.0, "kl_target": 0.01, "standardize_advantages": True, "estimate_advantages": True,
     }  # fmt: skip
+    allowed: ClassVar = {
+        **ACTOR_CRITIC, **KL, "clip_param": CLIP, "vf_clip_param": optional(number(0, above=True, endless=True)),
+    }  # fmt: skip
     changed_defaults: ClassVar = {
         "lr": 1e-3, "num_epochs": 10, "minibatch_size": 256, "num_envs_per_env_runner": 8,
     }  # fmt: skip
@@ -48,10 +57,7 @@ class PPOConfig(AlgorithmConfig):
         size, batch = self._values["minibatch_size"], self._values["train_batch_size"]
         if type(size) is int and type(batch) is int and size > batch:
             found.append(f"minibatch_size={size} is larger than train_batch_size={batch}")
-        most = self._values["vf_clip_param"]
-        if most is not None and not (isinstance(most, int | float) and most > 0):
-            found.append(f"vf_clip_param: a number above 0, or None, not {most!r}")
-        return found + entropy_problems(self._values)
+        return found
 
 
 class PPO(Algorithm):

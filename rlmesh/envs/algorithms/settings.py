@@ -7,10 +7,22 @@ from typing import Any
 
 from rlmesh.envs.environments.features import SEQUENCE_LENGTH
 from rlmesh.envs.environments.registry import did_you_mean
-from rlmesh.envs.learners.schedule import schedule_problem
 from rlmesh.envs.multi_agent.settings import multi_agent_problems
+from rlmesh.envs.settings.allowed import (
+    DICT,
+    FLAG,
+    Allowed,
+    faults_of,
+    list_of,
+    number,
+    one_of,
+    optional,
+    schedule,
+    whole,
+)
+from rlmesh.envs.settings.model import model_faults
 
-__all__ = ["ALIASES", "NOT_THERE", "SECTIONS", "problems_of"]
+__all__ = ["ALIASES", "ALLOWED", "NOT_THERE", "SECTIONS", "problems_of"]
 
 SECTIONS: dict[str, dict[str, Any]] = {
     "environment": {
@@ -71,61 +83,61 @@ NOT_THERE: dict[str, str] = {
 }
 """Settings of RLlib without a counterpart, and the reason."""
 
-_COUNTS = (
-    ("num_env_runners", 0), ("num_envs_per_env_runner", 1), ("train_batch_size", 1), ("num_epochs", 1),
-    ("evaluation_duration", 1), ("evaluation_num_env_runners", 0), ("max_env_runner_restarts", 0),
-    ("num_learners", 0), ("max_learner_restarts", 0), ("max_requests_in_flight_per_env_runner", 1),
-    ("min_env_steps_per_iteration", 0),
-    ("metrics_num_episodes_for_smoothing", 1), ("max_sequence_length", 1),
-)  # fmt: skip
-_COUNTS_OR_NONE = ("minibatch_size", "evaluation_interval", "torch_threads", "dataset_num_iters_per_learner")
-_UNITS = ("episodes", "timesteps")
+ALLOWED: dict[str, Allowed] = {
+    **dict.fromkeys(
+        (
+            "disable_env_checking", "explore", "restart_failed_env_runners", "restart_failed_sub_environments",
+            "estimate_advantages",
+        ),
+        FLAG,
+    ),
+    **dict.fromkeys(
+        (
+            "num_env_runners", "evaluation_num_env_runners", "max_env_runner_restarts", "num_learners",
+            "max_learner_restarts", "min_env_steps_per_iteration",
+        ),
+        whole(0),
+    ),
+    **dict.fromkeys(
+        (
+            "num_envs_per_env_runner", "train_batch_size", "num_epochs", "evaluation_duration",
+            "max_requests_in_flight_per_env_runner", "metrics_num_episodes_for_smoothing", "max_sequence_length",
+        ),
+        whole(1),
+    ),
+    **dict.fromkeys(
+        ("minibatch_size", "evaluation_interval", "torch_threads", "dataset_num_iters_per_learner"), optional(whole(1))
+    ),
+    "rollout_fragment_length": Allowed(
+        f"{whole(1).text}, or 'auto'", lambda value: value == "auto" or whole(1).accepts(value)
+    ),
+    **dict.fromkeys(("gamma", "lambda_"), number(0, 1)),
+    "lr": schedule(number(0)),
+    "adam_epsilon": number(0, above=True),
+    **dict.fromkeys(("grad_clip", "sample_timeout_s"), optional(number(0, above=True, endless=True))),
+    "seed": optional(whole(0)),
+    "evaluation_duration_unit": one_of("episodes", "timesteps"),
+    "vectorize_mode": one_of("local", "sync", "async", "vector_entry_point", "envpool"),
+    **dict.fromkeys(("env_config", "model", "model_config", "evaluation_config"), DICT),
+    "connectors": list_of(
+        Allowed("", lambda each: not isinstance(each, str | type)), "a list of objects of rlmesh.envs.connectors"
+    ),
+    "module_class": optional(Allowed("a class of modules", callable)),
+}  # fmt: skip
+"""The values of settings of all algorithms. A class of settings adds those of its own as ``allowed``."""
 _OF_EVALUATION = {
     *SECTIONS["environment"], *SECTIONS["env_runners"], *SECTIONS["fault_tolerance"], "seed",
 } - {"disable_env_checking", "num_env_runners", "rollout_fragment_length"}  # fmt: skip
 """Settings that ``evaluation_config`` may change: those of environments and of the runners that step them."""
 
 
-def problems_of(values: Mapping[str, Any]) -> list[str]:
-    """The faults of the settings that all algorithms have."""
-    found: list[str | None] = [_count(values, name, least) for name, least in _COUNTS]
-    found += [_count(values, name, 1) for name in _COUNTS_OR_NONE if values[name] is not None]
-    if values["rollout_fragment_length"] != "auto" and _count(values, "rollout_fragment_length", 1):
-        found.append(f"{_count(values, 'rollout_fragment_length', 1)}; or 'auto'")
-    found += [_number(values, name, 0, 1) for name in ("gamma", "lambda_") if name in values]
-    found += [schedule_problem(name, values[name]) for name in ("lr", "clip_param") if name in values]
-    found += [_number(values, n, 1e-30, None) for n in ("grad_clip", "sample_timeout_s") if values[n] is not None]
-    found += [
-        f"{name}: a number of at least 0, not {values[name]!r}"
-        for name in ("vf_loss_coeff", "kl_coeff", "kl_target")
-        if name in values and not _is_weight(values[name])
-    ]
-    dicts = ("env_config", "model", "model_config", "evaluation_config")
-    found += [f"{n}: a dict, not {values[n]!r}" for n in dicts if not isinstance(values[n], Mapping)]
-    for name in values["evaluation_config"] if isinstance(values["evaluation_config"], Mapping) else ():
+def problems_of(values: Mapping[str, Any], allowed: Mapping[str, Allowed]) -> list[str]:
+    """The faults of single settings by these rules, and of those of several agents."""
+    found = [*faults_of(values, allowed), *model_faults(values)]
+    evaluation: Mapping[str, Any] = values["evaluation_config"]
+    for name, value in evaluation.items() if isinstance(evaluation, Mapping) else ():
         if ALIASES.get(name, name) not in _OF_EVALUATION:
             found.append(f"evaluation_config: {name!r} changes nothing there.{did_you_mean(name, _OF_EVALUATION)}")
-    if values["evaluation_duration_unit"] not in _UNITS:
-        hint = did_you_mean(str(values["evaluation_duration_unit"]), _UNITS)
-        found.append(f"evaluation_duration_unit: there is no {values['evaluation_duration_unit']!r}.{hint}")
-    if values["seed"] is not None and (type(values["seed"]) is not int or values["seed"] < 0):
-        found.append(f"seed: a whole number of at least 0, or None, not {values['seed']!r}")
-    found += multi_agent_problems(values)
-    return [problem for problem in found if problem is not None]
-
-
-def _count(values: Mapping[str, Any], name: str, least: int) -> str | None:
-    if type(values[name]) is int and values[name] >= least:
-        return None
-    return f"{name}: a whole number of at least {least}, not {values[name]!r}"
-
-
-def _is_weight(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and value >= 0
-
-
-def _number(values: Mapping[str, Any], name: str, least: float, most: float | None) -> str | None:
-    value = values[name]
-    if isinstance(value, int | float) and value >= least and (most is None or value <= most):
-        return None
-    return f"{name}: a number {'above 0' if most is None else f'between {least} and {most}'}, not {value!r}"
+        else:
+            found += faults_of({ALIASES.get(name, name): value}, allowed, prefix="evaluation_config: ")
+    return [*found, *multi_agent_problems(values)]

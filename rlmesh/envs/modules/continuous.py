@@ -15,6 +15,7 @@ from rlmesh.envs.modules.encoders import ACTIVATIONS, Features, ImageEncoder, in
 from rlmesh.envs.modules.exploration import NoisyActions, SquashedGaussianActions
 from rlmesh.envs.modules.recurrent import ATTENTION_DEFAULTS, LSTM_DEFAULTS, RememberedFeatures, SequenceSteps
 from rlmesh.envs.modules.rl_module import MODEL_DEFAULTS, RLModule
+from rlmesh.envs.settings.model import MODEL_ALLOWED
 
 __all__ = ["SACModule", "TD3Module", "TwinCritic"]
 
@@ -51,7 +52,7 @@ class TwinCritic(nn.Module):
 
     def of_features(self, features: torch.Tensor, actions: torch.Tensor) -> torch.Tensor:
         """The values of actions for features ``[rows, …]``."""
-        x = torch.cat([features, actions.reshape(len(actions), -1)], -1)
+        x = torch.cat([features, actions.reshape(len(actions), -1).to(features.dtype)], -1)
         values: torch.Tensor = self.layers(x.expand(2, *x.shape)).squeeze(-1)
         return values
 
@@ -83,6 +84,7 @@ class ActorAndCritics(RLModule):
         **MODEL_DEFAULTS, **LSTM_DEFAULTS, **ATTENTION_DEFAULTS, "fcnet_hiddens": (256, 256),
         "fcnet_activation": "relu",
     }  # fmt: skip
+    allowed_settings = MODEL_ALLOWED
 
     def _build(self, outputs: int) -> None:
         config = self.model_config

@@ -18,6 +18,8 @@ from rlmesh.envs.modules.distributions import (
 )
 from rlmesh.envs.modules.encoders import LogStdColumns, encoder_of, initialize, is_image, mlp
 from rlmesh.envs.modules.recurrent import ATTENTION_DEFAULTS, LSTM_DEFAULTS, memory_of
+from rlmesh.envs.settings.allowed import Allowed, faults_of
+from rlmesh.envs.settings.model import MODEL_ALLOWED
 from rlmesh.errors import UsageError
 
 __all__ = ["MODEL_DEFAULTS", "ActorCriticModule", "RLModule"]
@@ -68,9 +70,11 @@ class RLModule(nn.Module):
     Attributes:
         distribution: of the actions.
         known_settings: keys of ``model_config`` and their defaults; a subclass adds its own.
+        allowed_settings: the values that keys may have; keys without a rule may have any.
     """
 
     known_settings: Mapping[str, Any] = MODEL_DEFAULTS
+    allowed_settings: Mapping[str, Allowed] = {}
 
     def __init__(
         self, observation_space: Any, action_space: Any, model_config: Mapping[str, Any] | None = None
@@ -86,13 +90,15 @@ class RLModule(nn.Module):
         """The settings with defaults filled in.
 
         Raises:
-            UsageError: an unknown key.
+            UsageError: an unknown key, or a value that is not allowed.
         """
         wrong = next((key for key in given or {} if key not in cls.known_settings), None)
         if wrong in NOT_THERE:
             raise UsageError(f"model_config {wrong!r}: {NOT_THERE[wrong]}")
         if wrong is not None:
             raise UsageError(f"model_config has no key {wrong!r}.{did_you_mean(wrong, cls.known_settings)}")
+        if faults := faults_of(given or {}, cls.allowed_settings, prefix="model_config "):
+            raise UsageError("; ".join(faults))
         return {**cls.known_settings, **(given or {})}
 
     def setup(self) -> None:
@@ -153,6 +159,7 @@ class ActorCriticModule(RLModule):
     """
 
     known_settings: Mapping[str, Any] = {**MODEL_DEFAULTS, **LSTM_DEFAULTS, **ATTENTION_DEFAULTS}
+    allowed_settings = MODEL_ALLOWED
     distribution: ActionDistribution
 
     def setup(self) -> None:

@@ -1,7 +1,8 @@
-"""`RewardAlarm`: tells once when the policy seems to exploit a reward: by length, by repetition, or by one component of
-the reward at the cost of another.
+"""`RewardAlarm`: an alarm that the policy seems to exploit a reward.
 
-Each check compares the last steps with the first steps of the run (`RewardAlarmSettings`). It costs no model pass.
+A policy exploits rewards by length, by repetition, or by one component of the reward at the cost of another. Each check
+compares the last steps with the first steps of the run (`RewardAlarmSettings`), without a forward pass of the model.
+Each kind of alarm is raised once.
 """
 
 from __future__ import annotations
@@ -28,16 +29,15 @@ __all__ = ["AlarmKind", "RewardAlarm", "alarm_file", "repetition"]
 
 AlarmKind = Literal["length", "repetition", "components"]
 GRAM = 4
-"""Tokens of the sequences whose repetition is counted."""
+"""Length of the token sequences whose repetition is counted."""
 SHORTEST = 16
-"""Tokens of the shortest response in which repetition is counted: in shorter ones it says nothing."""
+"""Repetition is counted in responses of at least this many tokens: in shorter ones it means nothing."""
 FADE = 0.9
-"""The share that the sums of a correlation keep from step to step: they are of about the last ten steps in which the
-responses of a group differed."""
+"""Decay per step of the sums of a correlation: they cover about the last ten steps with different responses."""
 TRAITS = ("length", "repetition")
-"""What of a response may be paid for."""
+"""Traits of a response that a reward may favour by mistake."""
 SHOWN, SHOWN_CHARACTERS = 3, 300
-"""The number of samples that an alarm shows, and how much of each."""
+"""The number of samples that an alarm shows, and of characters of each."""
 LEAST_SCORES = 30
 """Scores below which the mean of a component is too uncertain."""
 
@@ -59,7 +59,7 @@ def repetition(ids: Sequence[int] | np.ndarray[Any, Any]) -> float:
 
 @dataclass(frozen=True, slots=True)
 class _Scored:
-    """An episode with a reward, and what the checks read of it."""
+    """An episode with a reward, and the traits that the checks read."""
 
     key: tuple[int, ...]
     number: int
@@ -72,7 +72,7 @@ class _Scored:
 
 @dataclass(frozen=True, slots=True)
 class _Suspicion:
-    """A check beyond its limit: the reason, and how much a sample shows it."""
+    """A check beyond its threshold: the reason, and a function that orders samples by how clearly they show it."""
 
     kind: AlarmKind
     why: str
@@ -80,12 +80,14 @@ class _Suspicion:
 
 
 class RewardAlarm:
-    """See the module. Its state is part of checkpoints, so a run that goes on tells nothing twice.
+    """Compares each step with the first steps; see the module.
+
+    Its state is part of checkpoints, so a resumed run does not repeat an alarm.
 
     Args:
         settings: thresholds.
-        rewards: of the run.
-        run_dir: gets a file with the samples that show an alarm (`alarm_file`).
+        rewards: the rewards of the run.
+        run_dir: the run directory, for files with the samples of an alarm (`alarm_file`).
         tell: prints a text for people.
     """
 
@@ -98,7 +100,7 @@ class RewardAlarm:
         self.restore({"first": [], "last": [], "sums": {name: [0.0] * 3 for name in TRAITS}, "told": []})
 
     def state(self) -> dict[str, Any]:
-        """Summaries of the first and of the last steps, and the alarms that were told."""
+        """Summaries of the first and of the last steps, and the alarms that were raised."""
         return {
             "first": list(self._first),
             "last": list(self._last),
@@ -107,18 +109,18 @@ class RewardAlarm:
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go to a state."""
+        """Take over a state."""
         self._first: list[dict[str, Any]] = list(state["first"])
         self._last: list[dict[str, Any]] = list(state["last"])
         self._sums: dict[str, list[float]] = {name: list(sums) for name, sums in state["sums"].items()}
         self._told: list[str] = list(state["told"])
 
     def check(self, step: int, groups: Sequence[Group]) -> dict[str, float]:
-        """Compare a step with the first ones; returns metrics. An alarm is told when it is raised for the first time.
+        """Compare a step with the first steps, and raise alarms that are new; returns metrics.
 
         Args:
-            step: of the run.
-            groups: scored, as they were trained on.
+            step: number of the step.
+            groups: the scored groups that the step was trained on.
         """
         if not self._rewards.rewards or not self._settings.on:
             return {}
@@ -219,7 +221,7 @@ class RewardAlarm:
             for one in samples
         ]
         self._tell("\n".join([head, *lines, f"  more: rlmesh samples {self._run_dir} --step {step} --best"]))
-        with suppress(UsageError):  # outside of a job there is only the text
+        with suppress(UsageError):  # outside of a job there are no alarms
             current_worker().alarm(head)
         content = {"step": step, "kind": suspicion.kind, "why": suspicion.why, "samples": samples}
         try:
@@ -246,8 +248,8 @@ def _summary(step: int, scored: Sequence[_Scored]) -> dict[str, Any]:
 
 
 def _deviations(scored: Sequence[_Scored], trait: str) -> tuple[float, float, float]:
-    """The products of the deviations of a trait and of the reward from the mean of their group: mixed, of the trait, of
-    the reward. If each prompt has one response, the batch is the group."""
+    """Sums over the episodes of dx · dy, dx² and dy², with the deviations dx of a trait and dy of the reward from the
+    mean of the group. If each prompt has one response, the batch is the group."""
     numbers: dict[tuple[int, ...], int] = {}
     groups = np.array([numbers.setdefault(one.key, len(numbers)) for one in scored])
     if len(numbers) == len(scored):

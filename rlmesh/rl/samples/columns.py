@@ -14,7 +14,7 @@ from rlmesh.rl.types import Abstain, Episode, Failed, Group, Outcome, Score
 __all__ = ["TOKENS", "SampledStep", "columns_of"]
 
 TOKENS = ("prompt_ids", "response_ids", "response_mask", "log_probs")
-"""Columns with a list per row, which a reader for people leaves out."""
+"""Columns with a list of tokens per row; `read_file` leaves them out."""
 
 Decode = Callable[[Sequence[int]], str]
 
@@ -24,11 +24,11 @@ class SampledStep:
     """The samples of one step.
 
     Attributes:
-        step: training steps that the weights of the sampling had seen, plus one in a training; 0 before the first.
+        step: the step that trains on the samples; of a validation, the finished steps of the weights.
         split: ``train`` or ``validation``.
         groups: with outcomes.
         totals: the reward of each episode, group by group.
-        advantages: of each episode, group by group; NaN where an episode was not trained on.
+        advantages: the advantage of each episode, group by group; NaN if the episode was not trained on.
     """
 
     step: int

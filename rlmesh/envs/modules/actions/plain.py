@@ -154,7 +154,7 @@ class GaussianActions(ActionDistribution):
 
     def log_prob(self, inputs: torch.Tensor, actions: torch.Tensor) -> torch.Tensor:
         mean, log_std = inputs[..., : self.dim], inputs[..., self.dim :]
-        scaled = (actions.reshape(mean.shape) - mean) * torch.exp(-log_std)
+        scaled = (actions.reshape(mean.shape).to(mean.dtype) - mean) * torch.exp(-log_std)
         result: torch.Tensor = -(0.5 * scaled.square() + log_std).sum(-1) - 0.5 * math.log(2 * math.pi) * self.dim
         return result
 

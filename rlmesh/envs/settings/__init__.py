@@ -1,0 +1,1 @@
+"""The values that settings may have."""

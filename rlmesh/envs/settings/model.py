@@ -1,0 +1,53 @@
+"""The values that settings of the built-in modules may have (``model`` and ``model_config``)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from rlmesh.envs.settings.allowed import FLAG, Allowed, faults_of, list_of, number, one_of, optional, whole
+
+__all__ = ["ACTIVATION_NAMES", "INITIALIZERS", "MODEL_ALLOWED", "model_faults"]
+
+ACTIVATION_NAMES = ("tanh", "relu", "silu", "elu", "gelu")
+INITIALIZERS = ("orthogonal", "torch")
+_COUNT = whole(1)
+
+
+def _is_convolution(layer: Any) -> bool:
+    channels, *sizes = layer  # a kernel or stride is one number, or one for each axis
+    pairs = [size if isinstance(size, list | tuple) else (size, size) for size in sizes]
+    return (
+        len(pairs) == 2
+        and _COUNT.accepts(channels)
+        and all(len(pair) == 2 and all(map(_COUNT.accepts, pair)) for pair in pairs)
+    )
+
+
+MODEL_ALLOWED: dict[str, Allowed] = {
+    "fcnet_hiddens": list_of(_COUNT, "a list of widths, whole numbers of at least 1, such as [64, 64]"),
+    "fcnet_activation": one_of(*ACTIVATION_NAMES),
+    "conv_filters": optional(list_of(Allowed("", _is_convolution), "a list of [channels, kernel, stride]")),
+    "log_std_init": number(),
+    "initializer": one_of(*INITIALIZERS),
+    "attention_init_gru_gate_bias": number(),
+    **dict.fromkeys(("dueling", "use_attention", "use_lstm"), FLAG),
+    "vf_share_layers": optional(FLAG),
+    **dict.fromkeys(
+        (
+            "conv_features", "lstm_cell_size", "max_seq_len", "attention_num_transformer_units", "attention_dim",
+            "attention_num_heads", "attention_head_dim", "attention_memory_inference", "attention_memory_training",
+            "attention_position_wise_mlp_dim",
+        ),
+        _COUNT,
+    ),
+}  # fmt: skip
+"""By the names of the settings; a module of one's own has the rules of its ``allowed_settings``."""
+
+
+def model_faults(values: Mapping[str, Any]) -> list[str]:
+    """The faults of ``model`` and ``model_config`` of an algorithm's settings."""
+    module = values["module_class"]
+    allowed = MODEL_ALLOWED if module is None else getattr(module, "allowed_settings", {})
+    given = [(name, values[name]) for name in ("model", "model_config") if isinstance(values[name], Mapping)]
+    return [fault for where, model in given for fault in faults_of(model, allowed, prefix=f"{where} ")]
