@@ -139,5 +139,5 @@ def problems_of(values: Mapping[str, Any], allowed: Mapping[str, Allowed]) -> li
         if ALIASES.get(name, name) not in _OF_EVALUATION:
             found.append(f"evaluation_config: {name!r} changes nothing there.{did_you_mean(name, _OF_EVALUATION)}")
         else:
-            found += faults_of({ALIASES.get(name, name): value}, allowed, prefix="evaluation_config: ")
+            found += faults_of({ALIASES.get(name) or name: value}, allowed, prefix="evaluation_config: ")
     return [*found, *multi_agent_problems(values)]
