@@ -38,10 +38,10 @@ from rlmesh.rl.algorithms import PPO
 from rlmesh.rl.rewards import Reward
 from rlmesh.rl.roles.actor import ActorRole
 from rlmesh.rl.roles.critic import CriticRole
+from rlmesh.rl.roles.device_turns import DeviceTurns
 from rlmesh.rl.roles.fused import ActorRolloutRef
 from rlmesh.rl.roles.reference import ReferenceRole
 from rlmesh.rl.roles.rollout import RolloutRole
-from rlmesh.rl.roles.turns import Turns
 from rlmesh.rl.trainers.settings import ActorSettings, CriticSettings, RolloutSettings
 
 FILE = "switches.jsonl"
@@ -56,7 +56,7 @@ input()
 """
 
 
-class TimedTurns(Turns):
+class TimedTurns(DeviceTurns):
     """Writes the begin and end of each wake and sleep, and the most memory that the process has held."""
 
     def add(self, name: str, *, wake: Callable[[], object], sleep: Callable[[], object]) -> None:
@@ -77,7 +77,7 @@ class TimedTurns(Turns):
 class Timed:
     """A role whose turns are timed."""
 
-    def make_turns(self) -> Turns:
+    def make_turns(self) -> DeviceTurns:
         return TimedTurns(leased=len(current_worker().collocated_roles) > 1)
 
 

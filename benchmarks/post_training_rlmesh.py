@@ -17,9 +17,9 @@ from rlmesh.rl.rewards import Reward
 from rlmesh.rl.rewards.scoring import Rewards
 from rlmesh.rl.roles.actor import ActorRole
 from rlmesh.rl.roles.critic import CriticRole
+from rlmesh.rl.roles.device_turns import DeviceTurns
 from rlmesh.rl.roles.reference import REFERENCE, FrozenPolicy, ReferenceRole
 from rlmesh.rl.roles.trained import TRAINING, TrainedRole, make_engine
-from rlmesh.rl.roles.turns import Turns
 from rlmesh.rl.trainers.run import Run
 from rlmesh.rl.trainers.settings import ActorSettings, CriticSettings
 from rlmesh.rl.trainers.trainer import Trainer
@@ -141,7 +141,7 @@ class LocalTrained(TrainedRole):
         self.run_settings, self.settings = run, getattr(run, self.section)
         self.who = self.section.upper(), 0
         self.device = next(model.parameters()).device
-        self.turns = Turns(leased=False)
+        self.turns = DeviceTurns(leased=False)
         engine: Any = make_engine(run.train, model, self.settings, run.steps)
         self.engine = engine
         for group in engine.optimizer.param_groups:
@@ -198,7 +198,7 @@ class LocalReference(ReferenceRole):
     """The reference without a job."""
 
     def __init__(self, run: Run, model: Any) -> None:
-        self.run_settings, self.turns = run, Turns(leased=False)
+        self.run_settings, self.turns = run, DeviceTurns(leased=False)
         self.policy = FrozenPolicy(model.eval(), run.rollout.temperature)
         self.turns.add(REFERENCE, wake=lambda: None, sleep=lambda: None)
 

@@ -1,8 +1,8 @@
 """The RL layer: from prompts and rewards to gradients.
 
-The maths is independent of processes and calls: functions take and return tensors, so that each can be tested, read
-and copied alone. Engines and their arguments and results are names of this package, which imports their modules on
-first use: ``from rlmesh.rl import FSDP2Engine, TrainingOptions``. Import the rest from the modules themselves:
+The maths does not depend on processes: functions take and return tensors, so that each can be read, tested and copied
+alone. Engines and their arguments and results are names of this package, which imports their modules on first use:
+``from rlmesh.rl import FSDP2Engine, TrainingOptions``. Import the rest from the modules themselves:
 
 ``types``
     Turns, episodes and groups: token ids with a source, from which masks are derived; outcomes of rewards.

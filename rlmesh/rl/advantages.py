@@ -35,7 +35,7 @@ def suffix_scan(inputs: Tensor, decays: Tensor) -> Tensor:
     while reach < time:
         ahead = torch.nn.functional.pad(sums[..., reach:], (0, reach))
         sums = sums + products * ahead
-        # Padded with 0: a product beyond the end would only ever multiply the zeros with which `ahead` is padded.
+        # Padded with 0: products beyond the end only multiply the zeros that `ahead` is padded with.
         products = products * torch.nn.functional.pad(products[..., reach:], (0, reach))
         reach *= 2
     return sums
@@ -104,13 +104,13 @@ def gae(
     value = keep(values.detach(), valid, name="values")
     if not value.shape[1]:
         return torch.zeros_like(value), torch.zeros_like(value)
-    # The discount of a slot: γ before the row's last valid token, 1 after it, where padding is no time step.
+    # The discount of a slot: γ up to the row's last valid token, and 1 after it, since padding is no time step.
     later_valid = valid.flip(1).cumsum(1).flip(1) - valid.long() > 0
     gap = torch.ones_like(value).masked_fill(later_valid, gamma)
     following_value = suffix_scan(value, gap.masked_fill(valid, 0.0))
     if last_values is not None:
         last = keep(last_values.detach().to(value.dtype), valid.any(1), name="last_values")
-        # The padding after a row gets `last_values`: the last valid token reads it as the value that follows.
+        # The padding after a row gets `last_values`, which the last valid token reads as the next value.
         following_value = torch.where(later_valid | valid, following_value, last.unsqueeze(1))
         end = last.unsqueeze(1)
     else:

@@ -15,8 +15,8 @@ def spread_evenly(costs: Sequence[float], bins: int) -> list[list[int]]:
     The costliest bin is at most 4/3 − 1/(3 · bins) of the optimum.
 
     Args:
-        costs: of each item, ≥ 0.
-        bins: ≥ 1.
+        costs: the cost of each item, ≥ 0.
+        bins: number of bins, ≥ 1.
 
     Returns:
         the indices of each bin's items, in their original order; a bin may be empty.
@@ -42,8 +42,8 @@ def fill(sizes: Sequence[int], capacity: int, *, multiple_of: int = 1) -> list[l
     :func:`spread_evenly`. An item larger than the capacity gets a bin of its own.
 
     Args:
-        sizes: of each item, ≥ 0.
-        capacity: of a bin, ≥ 1.
+        sizes: the size of each item, ≥ 0.
+        capacity: the capacity of a bin, ≥ 1.
         multiple_of: the number of bins is a multiple of this, so that each rank gets equally many.
 
     Returns:

@@ -1,15 +1,13 @@
 """The loss of a training step on packs: three components with per-token weights, each with its own normaliser.
 
-:mod:`rlmesh.rl.algorithms.protocol` defines the components, and an algorithm gives the weights. The shares of all packs
+:mod:`rlmesh.rl.algorithms.protocol` defines the components; an algorithm computes the weights. The shares of all packs
 and ranks *add up* to the loss of the whole batch, however it is split.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -28,11 +26,12 @@ class Columns:
 
     Attributes:
         rows: the episode of each target.
-        old_log_probs: that the ratio is measured from; ``None``: those of the pass itself, so that the ratio is 1.
-        advantages: of the policy component.
-        policy, likelihood, divergence: weights.
-        ref_log_probs: of the divergence component.
-        old_values, returns: of a critic.
+        old_log_probs: log-probabilities of the old policy, for the ratio; ``None``: the pass's own, so that the ratio
+            is 1.
+        advantages: advantages for the policy component.
+        policy, likelihood, divergence: weights of the components.
+        ref_log_probs: log-probabilities of the reference, for the divergence component.
+        old_values, returns: values before the step, and returns, for a critic.
     """
 
     rows: Tensor
@@ -81,9 +80,9 @@ def policy_share(
 
     Args:
         terms: log-probabilities and entropy of the pack's targets, with gradient.
-        columns: of the same targets.
-        normalisers: of the whole batch.
-        algorithm: gives the term of the policy component, the entropy bonus and the estimator of the divergence.
+        columns: columns of the same targets.
+        normalisers: normalisers of the whole batch.
+        algorithm: defines the term of the policy component, the entropy bonus and the estimator of the divergence.
 
     Returns:
         a scalar with gradient, and scalars without: ``tokens``, the number of targets with a weight in the policy or
@@ -135,8 +134,8 @@ def value_share(
     """A pack's share of the critic's loss: the mean over the tokens of :func:`rlmesh.rl.losses.value_clip_loss`.
 
     Args:
-        values: before each target was chosen, ``[targets]``, with gradient.
-        columns: with ``old_values`` and ``returns``.
+        values: values before each target was chosen, ``[targets]``, with gradient.
+        columns: columns with ``old_values`` and ``returns``.
         tokens: number of tokens of the whole batch, over all ranks, with a weight in the policy component.
         clip: the argument of `value_clip_loss`.
 
@@ -154,12 +153,3 @@ def value_share(
         clipped = terms.clipped & counted
         statistics = {"tokens": counted.sum(), "clipped": clipped.sum(), "error": error.sum()}
     return share, {name: value.to(values.dtype) for name, value in statistics.items()}
-
-
-def padded(rows: list[np.ndarray[Any, Any]], *, fill: float = 0.0) -> Tensor:
-    """One tensor ``[episodes, longest]`` of an array per episode, ``fill`` after its end."""
-    longest = max(map(len, rows), default=0)
-    matrix = np.full((len(rows), longest), fill, dtype=rows[0].dtype if rows else np.float32)
-    for row, values in enumerate(rows):
-        matrix[row, : len(values)] = values
-    return torch.from_numpy(matrix)

@@ -28,10 +28,10 @@ __all__ = ["Corrected", "Correction", "Level", "correct", "whole_vocabulary"]
 
 @dataclass(frozen=True, slots=True)
 class Corrected:
-    """Weights, and what stays in the batch.
+    """Importance weights, and the tokens that stay in the batch.
 
     Attributes:
-        weights: ``[batch, time]``; 1 where nothing is to be corrected, 0 where the mask is False. Without gradient.
+        weights: ``[batch, time]``; 1 where nothing is corrected, 0 where the mask is False. Without gradient.
         mask: ``[batch, time]``, the tokens that stay: count these for the loss's divisor.
         bounded: ``[batch, time]``, True where a weight was set to a bound.
     """
@@ -63,7 +63,7 @@ def correct(log_probs: Tensor, sampled_log_probs: Tensor, mask: Tensor, how: Cor
     else:
         reduce = masked_sum if how.level == "sequence" else masked_mean
         log_weight = reduce(gap, valid, dim=1).unsqueeze(1).expand_as(gap)
-    # Logarithms are compared and bounded: the product over a long sequence overflows, its logarithm does not.
+    # Logarithms are compared and bounded, since the product over a long sequence would overflow.
     low = -torch.inf if how.lower is None or how.lower == 0 else float(torch.tensor(how.lower).double().log())
     high = float(torch.tensor(how.upper).double().log())
     beyond = valid & ((log_weight > high) | (log_weight < low))

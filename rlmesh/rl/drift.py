@@ -1,8 +1,8 @@
 """Comparison of the log-probs of an engine and the trainer, to detect that they have different weights.
 
 Both compute the same function with different kernels, so there is always a gap; the allowed gap depends on the coarser
-of their dtypes. A larger gap means different weights, another temperature, or a fault of the engine, and falsifies the
-ratio of every policy-gradient loss.
+of their dtypes. A larger gap means different weights, another temperature, or a fault of the engine; the ratios in
+policy-gradient losses are then wrong.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ LIMITS = {
     "bfloat16": DriftLimits(5e-2, 1e-2),
     "float8_e4m3fn": DriftLimits(0.2, 0.1),
 }
-"""Limits by the coarser of the dtypes of engine and trainer.
+"""Limits, by the coarser of the dtypes of engine and trainer.
 
 A type with s significant bits rounds by 2^-s of a value, so logits of size 10 are off by 10 · 2^-s: 6e-7 in float32,
 5e-3 in float16, 0.04 in bfloat16. Errors of layers add up and partly cancel; 1e-5 to 1e-4 was measured in float32. k3
@@ -70,8 +70,8 @@ def drift(trainer: Tensor, engine: Tensor, mask: Tensor) -> Drift:
     """Compare log-probs of the same tokens, at the same temperature.
 
     Args:
-        trainer: of the trainer's weights, ``[batch, time]``, without gradient.
-        engine: as reported by the engine when it sampled, ``[batch, time]``.
+        trainer: log-probs by the trainer's weights, ``[batch, time]``, without gradient.
+        engine: log-probs that the engine reported when it sampled, ``[batch, time]``.
         mask: ``[batch, time]``, True at the tokens that the engine sampled.
 
     Raises:
@@ -119,7 +119,7 @@ class DriftAlarm:
         return {"beyond": self.beyond}
 
     def restore(self, state: Mapping[str, int]) -> None:
-        """Go to a state."""
+        """Take over a state."""
         self.beyond = state["beyond"]
 
     def check(self, found: Drift, *, version: int, who: str = "the rollout engines") -> dict[str, float]:
@@ -143,7 +143,7 @@ class DriftAlarm:
                 raise RuntimeError(text)
             logger.warning("%s", text)
             if self.beyond == self.patience:
-                with suppress(UsageError):  # outside of a job there is only the log
+                with suppress(UsageError):  # outside of a job there are no alarms
                     current_worker().alarm(text)
         return {
             "log_prob_gap": found.max_abs,

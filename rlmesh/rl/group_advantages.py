@@ -66,7 +66,7 @@ class _Groups:
         return torch.zeros_like(self.counts).scatter_add(0, self.place, torch.where(self.valid, x, 0.0).to(x.dtype))
 
     def of_each(self, per_group: Tensor) -> Tensor:
-        """``[batch]``: the entry of ``per_group`` ``[groups]`` for each response's group, 0 where invalid."""
+        """``[batch]``: for each response, the entry of ``per_group`` ``[groups]`` of its group; 0 where invalid."""
         return torch.where(self.valid, per_group[self.place], 0.0).to(per_group.dtype)
 
     def mean(self) -> Tensor:

@@ -1,4 +1,4 @@
-"""The divergence of a policy from its reference, and rewards that include it as a penalty."""
+"""The divergence of a policy from its reference, and token rewards with this divergence as a penalty."""
 
 from __future__ import annotations
 

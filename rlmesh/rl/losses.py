@@ -1,4 +1,4 @@
-"""Losses of policy and critic per token, and sums of them that do not depend on how a batch is split.
+"""Losses of policy and critic per token, and their sums, which do not depend on how a batch is split.
 
 Each loss is a tensor ``[batch, time]``; :func:`aggregate` reduces it to a number. The two are separate because the
 divisor belongs to the whole batch, while a call has one micro-batch of one rank::
@@ -8,8 +8,8 @@ divisor belongs to the whole batch, while a call has one micro-batch of one rank
         terms = ppo_clip_loss(log_probs, part.old_log_probs, part.advantages, part.mask)
         aggregate(terms.loss, part.mask, "token-mean", denominator=n).backward()
 
-Dividing each part by its own count instead gives short answers more weight, by an amount that changes with
-the micro-batch size and the number of ranks.
+If each part were divided by its own count, short answers would get more weight, depending on the micro-batch size and
+the number of ranks.
 
 Log-probabilities and entropy come from :mod:`rlmesh.rl.head`.
 """
@@ -249,7 +249,7 @@ def value_clip_loss(
 
 
 def valid_count(mask: Tensor, mode: Aggregation) -> Tensor:
-    """The divisor of :func:`aggregate` for the part of the batch that ``mask`` belongs to.
+    """This part's summand of the divisor of :func:`aggregate`.
 
     Sum it over all micro-batches and ranks (one ``all_reduce``).
 
@@ -339,6 +339,6 @@ def _mean_of_rows(x: Tensor, valid: Tensor, rows: Tensor | None) -> Tensor:
     if rows is None:
         return masked_mean(x, valid, dim=1).unsqueeze(1)
     _, place = rows.unique(return_inverse=True)
-    zeros = x.new_zeros(len(x))  # enough slots: there are no more sequences than tokens
+    zeros = x.new_zeros(len(x))  # enough slots, since there are at most as many sequences as tokens
     counts = zeros.scatter_add(0, place, valid.to(x.dtype))
     return (zeros.scatter_add(0, place, x) / counts.clamp(min=1))[place]

@@ -32,7 +32,7 @@ class Tokens:
     """The tokens of a batch of episodes in one row, one episode after the other.
 
     Attributes:
-        turns: of all episodes.
+        turns: the turns of all episodes.
         ids: ``[tokens]``, int32.
         sampled: ``[tokens]``, True at the tokens that the policy sampled.
         starts, lengths: ``[episodes]``, the first token and the number of tokens of each.
@@ -48,7 +48,7 @@ class Tokens:
 
     @classmethod
     def of(cls, episodes: Sequence[Episode]) -> Tokens:
-        """The tokens of these episodes."""
+        """Concatenate the tokens of episodes."""
         turns = [turn for episode in episodes for turn in episode.turns]
         counts = np.array([len(episode.turns) for episode in episodes], dtype=np.int64)
         sizes = np.array([len(turn.ids) for turn in turns], dtype=np.int64)
@@ -78,7 +78,7 @@ class Tokens:
         return self.matrix(row)
 
     def matrix(self, row: NDArray[Any]) -> NDArray[Any]:
-        """Numbers of the tokens, ``[tokens]``, as ``[episodes, longest]``; 0 after an episode's end."""
+        """Reshape a value per token, ``[tokens]``, to ``[episodes, longest]``; 0 after an episode's end."""
         found = np.zeros((len(self.lengths), self.lengths.max(initial=0)), dtype=row.dtype)
         found[np.arange(found.shape[1]) < self.lengths[:, None]] = row
         return found
@@ -88,8 +88,8 @@ class Segment(NamedTuple):
     """A contiguous range of a pack's tokens.
 
     Attributes:
-        start, length: the tokens ``[start, start + length)`` of the pack.
-        prefix_start, prefix_length: the tokens that the segment attends to besides its own; length 0: none.
+        start, length: the segment has the tokens ``[start, start + length)`` of the pack.
+        prefix_start, prefix_length: the range of tokens that the segment attends to besides its own; length 0: none.
     """
 
     start: int
@@ -172,7 +172,7 @@ def pack(
     not fit is split, and its prompt is computed once per part.
 
     Args:
-        episodes: of the whole batch.
+        episodes: the episodes of the whole batch.
         token_budget: token limit of a pack. A longer episode gets a pack of its own.
         ranks: number of ranks that get packs.
         groups: ``[episodes]``, equal for episodes of one prompt; ``None``: each episode is a group of its own.
@@ -193,7 +193,7 @@ def pack(
     sizes = [sum(lengths[i] for i in unit) - prompts[unit[0]] * (len(unit) - 1) for unit in units]
     bins = fill(sizes, token_budget, multiple_of=ranks)
     bins.sort(key=lambda items: -sum(sizes[i] for i in items))
-    # Dealt by falling size, forwards and backwards over the ranks, so that these get about equally many tokens.
+    # Packs are dealt by falling size, forwards and backwards over the ranks, so that all get about equally many tokens.
     by_rank: list[list[Pack]] = [[] for _ in range(ranks)]
     for turn, items in enumerate(bins):
         lap, place = divmod(turn, ranks)
@@ -247,7 +247,7 @@ def _units(tokens: Tokens, names: Sequence[int], budget: int) -> list[list[int]]
 
 def _build(tokens: Tokens, units: Sequence[Sequence[int]]) -> Pack:
     segments: list[Segment] = []
-    firsts: list[int] = []  # of each segment: its first token, among those of all episodes
+    firsts: list[int] = []  # for each segment, the index of its first token among the tokens of all episodes
     order: list[int] = []  # the episodes, and for each the place of its prompt and of the token after it
     prompt_places: list[int] = []
     rest_places: list[int] = []
@@ -260,7 +260,7 @@ def _build(tokens: Tokens, units: Sequence[Sequence[int]]) -> Pack:
             firsts.append(starts[unit[0]])
             at += prompt
         for row in unit:
-            # The prompt of an episode that shares it is there already.
+            # An earlier episode of the unit has brought the shared prompt.
             skipped = prompt if shared else 0
             if length := lengths[row] - skipped:
                 order.append(row)

@@ -24,7 +24,7 @@ __all__ = ["PrefixLayout", "kernel_dtype", "packed_attention"]
 LONG = 1024
 """Segments that attend to more tokens than this are computed alone, in blocks of this many queries."""
 WASTE = 0.25
-"""Limit of the padding of a batched call, as a share of its scores."""
+"""The largest share of a batched call's scores that may be padding."""
 
 
 class _Batch(NamedTuple):
@@ -71,7 +71,7 @@ class PrefixLayout:
     longest_query: int = 0
     longest_keys: int = 0
     _with_masks: list[PrefixLayout] = field(default_factory=list, repr=False)
-    """The same segments for calls with masks, once a layer of full precision needs them."""
+    """The layout for calls with masks, made when a layer of full precision needs it."""
 
     @classmethod
     def of(cls, segments: Sequence[Segment], device: torch.device | str) -> PrefixLayout:
@@ -153,14 +153,14 @@ def packed_attention(
         window_size=(-1, 0),
         **grouped,
     )
-    assert isinstance(result, Tensor)  # a tuple only if further outputs are requested
+    assert isinstance(result, Tensor)  # torch returns a tuple only if further outputs are requested
     return result
 
 
 def kernel_dtype(query: Tensor) -> torch.dtype | None:
-    """The half precision in which the variable-length kernel computes; ``None``: full precision, which it lacks.
+    """The half precision for the variable-length kernel; ``None``: full precision, which the kernel does not support.
 
-    Under autocast, queries may still be float32: the rotary embedding makes them so, and autocast does not know the
+    Under autocast, queries may still be float32: the rotary embedding returns float32, and autocast does not know the
     kernel.
     """
     kind = query.device.type
@@ -177,7 +177,7 @@ def _by_masks(query: Tensor, key: Tensor, value: Tensor, layout: PrefixLayout, s
         return scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None, scale=scale, enable_gqa=grouped)
 
     for batch in layout.batches:
-        # Whole tokens are selected: the gradient of a selection is much faster than that of an index.
+        # index_select of whole tokens: its gradient is much faster than that of indexing.
         q, k, v = (
             x.transpose(0, 1).index_select(0, index.flatten()).unflatten(0, index.shape).transpose(1, 2)
             for x, index in ((query, batch.queries), (key, batch.keys), (value, batch.keys))
@@ -213,7 +213,7 @@ def _batches(segments: Sequence[Segment]) -> list[_Batch]:
     waiting: list[Segment] = []
     longest_query = real = 0
     for segment in sorted(segments, key=lambda s: (s.prefix_length + s.length, s.length)):
-        keys = segment.prefix_length + segment.length  # at least those of the segments before
+        keys = segment.prefix_length + segment.length  # at least as many keys as the segments before have
         query, scores = max(longest_query, segment.length), real + segment.length * keys
         padded = (len(waiting) + 1) * query * keys
         # Many tiny segments are cheaper padded than called one by one.
@@ -237,7 +237,7 @@ def _batch(segments: Sequence[Segment]) -> _Batch:
     keys = torch.where(k < prefixes, prefix_starts + k, starts + torch.minimum(k - prefixes, lengths - 1))
     real = q < lengths
     attends = (k <= prefixes.unsqueeze(1) + q.unsqueeze(1)) & (k < (prefixes + lengths).unsqueeze(1))
-    # A padded query attends to all tokens of its segment: a row without keys would be NaN.
+    # A padded query attends to all tokens of its segment, since a row without keys would be NaN.
     where = real.flatten().nonzero().squeeze(1)
     return _Batch(queries, keys, attends.unsqueeze(1), where, queries.flatten()[where])
 

@@ -24,6 +24,8 @@ __all__ = ["Abstain", "Episode", "Failed", "Group", "Outcome", "Score", "Source"
 Source = Literal["policy", "environment"]
 """The source of a turn's tokens."""
 
+INT32 = np.dtype(np.int32)
+
 Ids = NDArray[np.int32]
 Numbers = NDArray[np.float32]
 
@@ -35,9 +37,9 @@ class Score:
     Attributes:
         value: finite.
         metrics: numbers for the report, averaged over the samples that have them.
-        reason: for people who read samples, such as ``"no answer"``.
-        answer: that was found in the response, as a text that is equal for equal answers, for majority votes; ``None``:
-            there is none, or the reward looks for none.
+        reason: the reason, for people who read samples, such as ``"no answer"``.
+        answer: the answer in the response, for majority votes, as a text that is the same for equal answers; ``None``:
+            the response has none, or the reward does not extract it.
     """
 
     value: float
@@ -49,14 +51,18 @@ class Score:
         value: Any = self.value
         if isinstance(value, bool) or not isinstance(value, (int, float, np.number)) or not np.isfinite(value):
             raise ValueError(f"a score is a finite number, got {self.value!r}")
+        metrics: Any = self.metrics
+        for name, number in metrics.items() if isinstance(metrics, Mapping) else [("metrics", metrics)]:
+            if not isinstance(number, (bool, int, float, np.number, np.bool_)) or not np.isfinite(number):
+                raise ValueError(f"metric {name!r} of a score is a finite number, got {number!r}")
 
 
 @dataclass(frozen=True, slots=True)
 class Abstain:
-    """The scorer does not apply to this episode, which takes no part in its group and is no failure.
+    """The outcome of a scorer that does not apply to an episode. The episode leaves its group, and is no failure.
 
     Attributes:
-        reason: for the count in the report.
+        reason: the reason, for people who read samples.
     """
 
     reason: str = ""
@@ -64,7 +70,7 @@ class Abstain:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """The scorer failed on this episode, which takes no part in its group and is counted. The reward is not 0.
+    """The outcome of a scorer that failed. The episode leaves its group and is counted; its reward is not 0.
 
     Attributes:
         reason: the cause, such as ``"timeout"`` or the text of an exception.
@@ -100,7 +106,7 @@ class Turn:
     def __post_init__(self) -> None:
         if self.source not in ("policy", "environment"):
             raise ValueError(f"the source of a turn is 'policy' or 'environment', got {self.source!r}")
-        if self.ids.ndim != 1 or self.ids.dtype != np.int32:
+        if self.ids.ndim != 1 or self.ids.dtype != INT32:
             raise ValueError(f"ids are one row of int32, got {self.ids.dtype} of shape {self.ids.shape}")
         if self.source == "environment":
             if self.log_probs is not None or self.kept_log_mass is not None or self.version_spans:
@@ -151,7 +157,7 @@ class Episode:
         finish_reason: the reason for the end of the last turn: ``"stop"``, ``"length"``, ``"time"``, ``"abort"``, or a
             value of the agent.
         outcomes: reward name → outcome.
-        extras: the user's data for this episode.
+        extras: further data of this episode, for rewards.
         failure: the reason why the episode failed, with its place, such as ``"episode 17 turn 3 tool search: no answer
             in 5 s"``. Each reward of a failed episode is `Failed`. ``""``: it did not fail.
     """
@@ -189,6 +195,12 @@ class Episode:
     def mask(self) -> NDArray[np.bool_]:
         """``[tokens]``, True at the tokens that the policy sampled."""
         return np.concatenate([np.full(len(turn), turn.source == "policy") for turn in self.turns])
+
+    @property
+    def sampled_ids(self) -> Ids:
+        """The tokens that the policy sampled."""
+        sampled = [turn.ids for turn in self.turns if turn.source == "policy"]
+        return sampled[0] if len(sampled) == 1 else np.concatenate([np.zeros(0, np.int32), *sampled])
 
     def per_token(self, name: Literal["log_probs", "kept_log_mass"]) -> Numbers:
         """``[tokens]``: the turns' numbers, 0 at the environment's tokens and where a turn has none."""
@@ -246,5 +258,5 @@ class Group:
 
     @staticmethod
     def episodes_of(groups: Iterable[Group]) -> list[Episode]:
-        """All episodes, group by group."""
+        """The episodes of groups, group by group."""
         return [episode for group in groups for episode in group.episodes]

@@ -23,13 +23,12 @@ DEFAULT_METRIC = "env_runners/episode_return_mean"
 
 
 class ExperimentAnalysis:
-    """The outcome of `run`: the trials, the best one, and a table. Printed, it is the table.
-
-    Of a run without a search, `last_result`, `checkpoint` and `interrupted` are those of its only trial.
+    """The outcome of `run`: the trials, the best one, and a table. Its text is the table. After a run without a search,
+    `last_result`, `checkpoint` and `interrupted` are those of its only trial.
 
     Attributes:
         trials: in the order of their numbers.
-        metric, mode: what the best trial has the largest (``"max"``) or smallest (``"min"``) value of.
+        metric, mode: the best trial has the largest (``"max"``) or smallest (``"min"``) value of this metric.
         interrupted: True if Ctrl-C, or the time budget, ended the search.
         experiment_path: the ``storage_path``; None if nothing was written.
     """
@@ -46,7 +45,7 @@ class ExperimentAnalysis:
         """The trial with the best value of the metric; None if no trial has one. Failed trials take part too.
 
         Args:
-            metric: that of `run`; another one is read from the last results.
+            metric: name of the metric; None: the one that `run` was given. Any other is read from the last results.
             mode: ``"max"`` or ``"min"``.
             scope: ``"last"`` compares the last values, ``"all"`` the best ones.
         """
@@ -172,12 +171,12 @@ class ExperimentAnalysis:
 
 
 def trial_folder(storage: Path, each: Trial, *, single: bool) -> Path:
-    """The folder of a trial: that of the run itself if the trial is the only one."""
+    """The folder of a trial; the only trial of a run has the run's own folder."""
     return storage if single else storage / "trials" / each.trial_id
 
 
 def save(analysis: ExperimentAnalysis, space: Mapping[str, str], seed: int, search: str) -> None:
-    """Write what a resumed search needs, if there is a folder for it."""
+    """Write the state of a search, with which it can be resumed; does nothing without a storage folder."""
     if analysis.experiment_path is None:
         return
     state = {
@@ -205,10 +204,10 @@ def save(analysis: ExperimentAnalysis, space: Mapping[str, str], seed: int, sear
 
 
 def load(storage: Path) -> dict[str, Any]:
-    """The state of a search, as JSON has it.
+    """The saved state of a search, as plain JSON values.
 
     Raises:
-        UsageError: there is none, or it cannot be read.
+        UsageError: the folder has no search, or its state cannot be read.
     """
     path = storage / EXPERIMENT
     try:
@@ -232,7 +231,7 @@ def trial_of(row: Mapping[str, Any], folder: Path) -> Trial:
 
 
 def storable(value: Any) -> Any:
-    """The value itself if JSON has it, otherwise its text."""
+    """The value itself if JSON can express it, otherwise its text."""
     plain = value is None or isinstance(value, bool | int | str) or (isinstance(value, float) and math.isfinite(value))
     return value if plain else text_of(value)
 

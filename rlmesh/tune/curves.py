@@ -33,7 +33,7 @@ def draw_curves(
         metric: a further metric.
 
     Returns:
-        The path; None if there is nothing to draw, or matplotlib is not installed: then only the log says so.
+        The path; None if there is nothing to draw, or matplotlib is not installed (then the log has a line about it).
     """
     panels = [*PANELS, *([("", metric)] if metric and metric not in dict(PANELS).values() else [])]
     curves = {name: {title: _points(rows, name) for title, rows in trials.items()} for _, name in panels}

@@ -7,12 +7,12 @@ import queue
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from rlmesh import DLJobBuilder, RoleGroup, rpc
 from rlmesh.envs import Algorithm
 from rlmesh.envs.runners.jobs import outside_of_loops
-from rlmesh.errors import PeerLost
 
 __all__ = ["Answer", "LocalSlot", "RemoteSlot", "TrialRunner", "remote_slots"]
 
@@ -24,17 +24,19 @@ MAX_RESTARTS = 100
 _numbers = itertools.count(1)
 
 
+@dataclass(frozen=True, slots=True)
 class Answer:
-    """The outcome of a step of a trial: a value, or the text of an error.
+    """The outcome of a step of a trial.
 
     Attributes:
-        value: what the step returned.
+        slot: the slot of the trial.
+        value: the result of the step.
         error: traceback or message; None if the step succeeded.
-        died: the process of the trial died.
     """
 
-    def __init__(self, slot: Any, value: Any = None, error: str | None = None, *, died: bool = False) -> None:
-        self.slot, self.value, self.error, self.died = slot, value, error, died
+    slot: TrialSlot
+    value: Any = None
+    error: str | None = None
 
 
 class TrialSession:
@@ -43,11 +45,12 @@ class TrialSession:
     def __init__(self) -> None:
         self._algorithm: Algorithm | None = None
 
+    @rpc
     def begin(self, given: Any, restore: str | None, threads: int = 0) -> None:
         """Make the algorithm.
 
         Args:
-            given: its class and settings, or both pickled.
+            given: class and settings of the algorithm, as a tuple or pickled.
             restore: go on from this checkpoint.
             threads: threads of torch; 0 leaves the number as it is.
         """
@@ -63,16 +66,19 @@ class TrialSession:
         if restore is not None:
             self._algorithm.restore(restore)
 
+    @rpc
     def train(self) -> Any:
         """One iteration."""
         assert self._algorithm is not None
         return self._algorithm.train()
 
+    @rpc
     def save(self, folder: str) -> str:
         """Write a checkpoint."""
         assert self._algorithm is not None
         return self._algorithm.save(folder)
 
+    @rpc
     def end(self) -> None:
         """Stop the algorithm."""
         algorithm, self._algorithm = self._algorithm, None
@@ -91,7 +97,7 @@ class LocalSlot:
 
     Args:
         answers: gets an `Answer` for each step.
-        raises: let errors pass.
+        raises: raise errors of the steps instead of queueing them.
     """
 
     def __init__(self, answers: queue.SimpleQueue[Answer], *, raises: bool = False) -> None:
@@ -117,7 +123,7 @@ class RemoteSlot:
 
     def submit(self, method: str, *args: Any) -> None:
         """Call the step; its answer is queued when it arrives."""
-        repeatable = method in ("begin", "end")  # a member that restarts meanwhile gets these again
+        repeatable = method in ("begin", "end")  # repeated at a member that restarts meanwhile
         member = self._member.options(timeout_s=TRAIN_TIMEOUT_S, idempotent=repeatable)
         member.call(method, *args).add_done_callback(self._ended)
 
@@ -127,38 +133,14 @@ class RemoteSlot:
             self._answers.put(Answer(self, future.result()))
             return
         text = getattr(error, "remote_traceback", None) or f"{type(error).__name__}: {error}"
-        self._answers.put(Answer(self, error=str(text), died=isinstance(error, PeerLost)))
+        self._answers.put(Answer(self, error=str(text)))
 
 
-class TrialRunner:
+class TrialRunner(TrialSession):
     """The role of processes that carry out trials, one at a time."""
 
-    def setup(self) -> None:
-        self._session = TrialSession()
-
-    @rpc
-    def begin(self, given: bytes, restore: str | None, threads: int) -> None:
-        """See `TrialSession.begin`."""
-        self._session.begin(given, restore, threads)
-
-    @rpc
-    def train(self) -> Any:
-        """See `TrialSession.train`."""
-        return self._session.train()
-
-    @rpc
-    def save(self, folder: str) -> str:
-        """See `TrialSession.save`."""
-        return self._session.save(folder)
-
-    @rpc
-    def end(self) -> None:
-        """See `TrialSession.end`."""
-        self._session.end()
-
     def teardown(self) -> None:
-        if hasattr(self, "_session"):
-            self._session.end()
+        self.end()
 
 
 @contextmanager

@@ -20,6 +20,7 @@ from rlmesh.tune.curves import CURVES
 from rlmesh.tune.execution import Answer, TrialSlot
 from rlmesh.tune.progress import result_line, say
 from rlmesh.tune.search import Search
+from rlmesh.tune.space import named
 from rlmesh.tune.trial import Stop, Trial, TrialFiles
 
 __all__ = ["TrialLoop"]
@@ -115,7 +116,7 @@ class TrialLoop:
         number = int(trial.trial_id)
         if number not in self._values:
             self._values[number] = self.search.ask(number)
-        trial.config = {"/".join(map(str, path)): value for path, value in self._values[number].items()}
+        trial.config = {named(path): value for path, value in self._values[number].items()}
         trial.status = trials.RUNNING
         restore = trial.checkpoint or self.restore
         files = self._files_of(trial)
@@ -151,11 +152,11 @@ class TrialLoop:
             self._result(slot, run, ResultDict(answer.value))
         elif run.step == "save":
             trial.checkpoint = answer.value
-            if run.end is None:  # otherwise the end is written with it
+            if run.end is None:  # otherwise the state is written when the trial ends
                 self._save_state()
             self._go_on(slot, run)
         else:
-            if self._is_over(trial):  # a run before was killed after the last iteration
+            if self._is_over(trial):  # an earlier run was killed after the trial's last iteration
                 run.end = trials.TERMINATED
             self._go_on(slot, run)
 
@@ -228,7 +229,7 @@ class TrialLoop:
         self._submit(slot, run, "end")
 
     def _interrupt(self) -> None:
-        """Mark the trials that run as stopped, and write their checkpoints if that was asked for."""
+        """Mark the running trials as stopped, and write their checkpoints if these were asked for."""
         self.found.interrupted = True
         saving: dict[TrialSlot, _RunningTrial] = {}
         arrived: dict[TrialSlot, Answer] = {}
@@ -247,7 +248,7 @@ class TrialLoop:
                     self._ended(run.trial, run.end)
                 continue
             saving[slot] = run
-            # In another process, an iteration goes on, and its result comes first.
+            # A trial in another process is within an iteration, whose result comes first.
             if known is not None or not (self.threads and run.step == "train"):
                 self._save_stopped(slot, saving)
         until = clock.now() + SAVE_S

@@ -51,53 +51,50 @@ def run(
 ) -> ExperimentAnalysis:  # fmt: skip
     """Train an algorithm: ``run("PPO", config=PPOConfig().environment("CartPole-v1"), stop={"timesteps_total": 1e5})``.
 
-    Settings may be search spaces (`rlmesh.tune.space`); then each combination of values is a trial. One trial, or one
-    at a time, is trained in this process; several at once are trained in the processes of an rlmesh job. Ctrl-C ends
-    all trials, and what they reached is returned.
+    Settings may be search spaces (`rlmesh.tune.space`); then each combination of values is a trial. Trials that run one
+    after the other are trained in this process; trials that run at the same time are trained in the processes of an
+    rlmesh job. Ctrl-C ends all trials; `run` then returns what they reached.
 
     Args:
         run_or_experiment: name or class of the algorithm.
         config: its config, or a mapping of settings, ``env`` among them.
         stop: metrics and the values at which a trial ends, or a function of a result. Nested metrics are named as
             ``env_runners/episode_return_mean``. None: the trial runs until it is interrupted by Ctrl-C.
-        num_samples: number of trials, or of repetitions of the grids.
-        metric: what the best trial is chosen by, and what a study optimizes; the mean return by default.
+        num_samples: number of trials; with grids, how often each combination of grid values is tried.
+        metric: the metric that decides which trial is best, and that a study optimizes; None: the mean return.
         mode: ``"max"`` or ``"min"`` of the metric.
         search_alg: an `OptunaSearch`; None: grids and random values.
         max_concurrent_trials: trials at once; None: as many as there are cores, and 1 for trials with remote runners.
-        time_budget_s: seconds after which no trial goes on, as after Ctrl-C.
-        seed: of the random values; None: 0. Trainings are seeded by ``debugging(seed=…)``.
+        time_budget_s: seconds after which all trials end, as with Ctrl-C.
+        seed: seed of the random values; None: 0. It does not seed trainings: ``debugging(seed=…)`` does.
         max_failures: how often a failed trial of a search begins again, from its last checkpoint if there is one.
         raise_on_failed_trial: raise `TrialsFailed` at the end of a search if any trial failed, and not only if all did.
         storage_path: folder of results (JSON lines, events of TensorBoard, curves) and of checkpoints.
-        resume: go on with the search of ``storage_path``: finished trials stay, the others begin again, from their
-            last checkpoint if there is one.
+        resume: continue the search in ``storage_path``: finished trials stay, and the others begin again, from their
+            last checkpoint if there is one. Without a study, trials that have not met a new
+            ``stop`` are not finished.
         checkpoint_freq: iterations between two checkpoints; 0: none.
         checkpoint_at_end: write a checkpoint at the end of a trial, also after Ctrl-C.
-        restore: go on from this checkpoint; for one trial.
+        restore: the checkpoint from which a single trial continues.
         verbose: 0 prints nothing, 1 one line per iteration.
 
     Raises:
-        UsageError: wrong settings, an unknown metric, or an argument that needs a ``storage_path``. Settings of all
-            trials are checked before the first one begins; those of a study, one random set of them. A metric of an
-            evaluation may be missing in results without an evaluation.
-        TrialsFailed: all trials of a search failed. An error of a run without a search passes as it is.
+        UsageError: wrong settings, an unknown metric, or an argument that needs a ``storage_path``. The settings of all
+            trials are checked before the first trial begins; of a study, one random set of values is checked.
+            Iterations without an evaluation may lack an evaluation's metric.
+        TrialsFailed: all trials of a search failed. A run without a search raises the trial's own error.
     """
-    algorithm_class = (
-        get_algorithm_class(run_or_experiment) if isinstance(run_or_experiment, str) else run_or_experiment
-    )
+    if isinstance(run_or_experiment, str):
+        run_or_experiment = get_algorithm_class(run_or_experiment)
     if (checkpoint_freq or checkpoint_at_end or resume) and storage_path is None:
         raise UsageError("tune.run: checkpoints need a storage_path, and so does resume")
-    for name, value, least in (
-        ("num_samples", num_samples, 1), ("max_failures", max_failures, 0), ("checkpoint_freq", checkpoint_freq, 0),
-        ("max_concurrent_trials", 1 if max_concurrent_trials is None else max_concurrent_trials, 1),
-    ):  # fmt: skip
-        if type(value) is not int or value < least:
-            raise UsageError(f"tune.run({name}={value!r}): a whole number of at least {least}")
+    at_most = 1 if max_concurrent_trials is None else max_concurrent_trials
+    _require_whole(1, num_samples=num_samples, max_concurrent_trials=at_most)
+    _require_whole(0, max_failures=max_failures, checkpoint_freq=checkpoint_freq)
     if mode not in ("max", "min"):
         raise UsageError(f"tune.run(mode={mode!r}): 'max' or 'min'")
     trials.require_stop(stop)
-    settings = _Settings(algorithm_class, config)
+    settings = _Settings(run_or_experiment, config)
     single = not settings.space and num_samples == 1 and search_alg is None
     if restore is not None and not single:
         raise UsageError("tune.run(restore=…) is for one trial; resume=True goes on with a search")
@@ -107,38 +104,54 @@ def run(
         raise UsageError("tune.run(search_alg=…): no setting is a search space, such as tune.uniform(0.9, 1)")
     folder = Path(storage_path).absolute() if storage_path is not None else None
     found = ExperimentAnalysis([], metric or DEFAULT_METRIC, mode, folder, single=single)
-    search, todo = _search(settings, found, search_alg, num_samples, SEED if seed is None else seed, resume=resume)
+    seed = SEED if seed is None else seed
+    search, todo = _search(settings, found, search_alg, num_samples, seed, stop, resume=resume)
     at_once = 1 if single else _at_once(max_concurrent_trials, settings, len(todo))
     loop = TrialLoop(
         found, search, settings.of_trial, stop=stop, checkpoint_freq=checkpoint_freq,
-        checkpoint_at_end=checkpoint_at_end, max_failures=max_failures, verbose=verbose,
-        seed=SEED if seed is None else seed, evaluates=settings.config["evaluation_interval"] is not None,
+        checkpoint_at_end=checkpoint_at_end, max_failures=max_failures, verbose=verbose, seed=seed,
+        evaluates=settings.config["evaluation_interval"] is not None,
         restore=None if restore is None else str(Path(restore).absolute()), space=described(settings.space),
         threads=0 if at_once == 1 else max(1, _cores() // at_once),
         ends=None if time_budget_s is None else clock.now() + time_budget_s,
     )  # fmt: skip
+    _carry_out(loop, todo, at_once)
+    if not single and (found.errors if raise_on_failed_trial else len(found.errors) == len(found.trials) > 0):
+        raise _failure(found)
+    return found
+
+
+def _require_whole(least: int, **numbers: Any) -> None:
+    """Check that arguments of `run` are whole numbers of at least ``least``."""
+    for name, value in numbers.items():
+        if type(value) is not int or value < least:
+            raise UsageError(f"tune.run({name}={value!r}): a whole number of at least {least}")
+
+
+def _carry_out(loop: TrialLoop, todo: deque[Trial], at_once: int) -> None:
+    """Carry out trials: in this process if one runs at a time, else in the processes of a job."""
     with ExitStack() as stack:
-        stack.callback(search.end)
+        stack.callback(loop.search.end)
         stack.callback(loop.close)
         slots: list[TrialSlot]
         if at_once == 1:
-            local = LocalSlot(loop.answers, raises=single)
+            local = LocalSlot(loop.answers, raises=loop.found.single)
             stack.callback(local.session.end)
             slots = [local]
         else:
-            run_dir = None if folder is None else str(folder / "job")
-            members = stack.enter_context(remote_slots(at_once, run_dir))
+            folder = loop.found.experiment_path
+            members = stack.enter_context(remote_slots(at_once, None if folder is None else str(folder / "job")))
             slots = [RemoteSlot(loop.answers, member) for member in members]
         loop.work(todo, slots)
     loop.finish()
-    if not single and (found.errors if raise_on_failed_trial else len(found.errors) == len(found.trials) > 0):
-        number, text = next(iter(found.errors.items()))
-        error = TrialsFailed(
-            f"{len(found.errors)} of {len(found.trials)} trials failed; trial {number}: {text.strip()}"
-        )
-        error.analysis = found
-        raise error
-    return found
+
+
+def _failure(found: ExperimentAnalysis) -> TrialsFailed:
+    """The error of a search with failed trials."""
+    number, text = next(iter(found.errors.items()))
+    error = TrialsFailed(f"{len(found.errors)} of {len(found.trials)} trials failed; trial {number}: {text.strip()}")
+    error.analysis = found
+    return error
 
 
 class _Settings:
@@ -183,9 +196,9 @@ class _Settings:
 
 def _search(
     settings: _Settings, found: ExperimentAnalysis, given: OptunaSearch | None, num_samples: int, seed: int,
-    *, resume: bool,
+    stop: Stop, *, resume: bool,
 ) -> tuple[Search, deque[Trial]]:  # fmt: skip
-    """The search, and the trials that are to be carried out, those of a former run included."""
+    """The search, and the trials that are left to carry out, those of an earlier run included."""
     space, folder = settings.space, found.experiment_path
     before = states.load(folder) if resume and folder is not None else None
     if before is None and folder is not None and (folder / EXPERIMENT).exists():
@@ -223,7 +236,8 @@ def _search(
         if given is None:
             trial.config = {spaces.named(path): value for path, value in search.ask(number).items()}
         found.trials.append(trial)
-    todo = deque(trial for trial in found.trials if trial.status not in trials.FINISHED)
+    # A study has the values of its finished trials already, and takes no second one.
+    todo = deque(trial for trial in found.trials if not trial.is_finished(None if given else stop))
     for trial in todo:
         if given is not None and trial.config:
             given.again(int(trial.trial_id), trial.config)
@@ -240,10 +254,10 @@ def _cores() -> int:
 
 
 def _at_once(asked: int | None, settings: _Settings, number: int) -> int:
-    """Number of trials at once. Those that start jobs of their own are trained in this process, one at a time.
+    """The number of trials that run at the same time: 1 if trials start jobs of their own.
 
     Raises:
-        UsageError: several at once were asked for, and their settings need jobs.
+        UsageError: more than one was asked for, and trials start jobs of their own.
     """
     needs = [name for name in OWN_JOBS if settings.config.get(name, 0) != 0]
     if needs and (asked or 1) > 1:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path as FilePath
@@ -15,13 +14,11 @@ from rlmesh.tune.space import ChoiceDomain, Domain, NumberDomain, Path, named, v
 __all__ = ["BasicSearch", "OptunaSearch", "Search"]
 
 NUMBER = "rlmesh_trial"
-"""The attribute of a study's trial that has the number of ours."""
-
-logger = logging.getLogger(__name__)
+"""Name of the attribute in which a trial of an Optuna study keeps the number of its `Trial`."""
 
 
 class Search(Protocol):
-    """A search gives values for trials, and hears of their results."""
+    """Chooses the values of trials, and receives their results."""
 
     total: int
 
@@ -123,7 +120,7 @@ class OptunaSearch:
                 f"the storage has a study {self._name!r} already: go on with it by resume=True, or name another by "
                 "OptunaSearch(study_name=…)"
             ) from None
-        if resume and self._sampler is None:  # with the same seed, it would draw the first trials' values once more
+        if resume and self._sampler is None:  # the same seed would draw the values of the first trials again
             self.study.sampler = optuna.samplers.TPESampler(seed=chosen_seed + len(self.study.trials))
         wanted = optuna.study.StudyDirection.MAXIMIZE if mode == "max" else optuna.study.StudyDirection.MINIMIZE
         if self.study.direction != wanted:
@@ -132,7 +129,7 @@ class OptunaSearch:
             self.study.tell(trial.number, state=optuna.trial.TrialState.FAIL)
 
     def again(self, number: int, values: Mapping[str, Any]) -> None:
-        """Let `ask` give a trial these values again: it did not end in the run before.
+        """Let `ask` return these values for a trial that an earlier run did not finish.
 
         Raises:
             UsageError: values of a ``choice`` cannot be told apart.
@@ -149,9 +146,9 @@ class OptunaSearch:
         return {path: self._decoded(name, trial.params[name]) for name, (path, _) in self._domains.items()}
 
     def _next(self, number: int | None) -> Any:
-        """The next trial of the study's queue that was put there for a trial of this number; None: for no one.
+        """Take the next trial that the study's queue has for the trial of this number; None: for a new trial.
 
-        The queue is in the storage, and may have trials that runs before put there and did not begin: they fail.
+        The queue is in the storage. Trials that earlier runs queued and did not begin are marked as failed.
         """
         while True:
             trial = self.study.ask(self._distributions)
@@ -159,13 +156,13 @@ class OptunaSearch:
             if found == number:
                 return trial
             self.study.tell(trial, state=_optuna().trial.TrialState.FAIL)
-            if found is None:  # of the user, for a new trial
+            if found is None:  # queued by the user, for a new trial
                 self.study.enqueue_trial(trial.params)
 
     def go_on(self, number: int, history: Sequence[tuple[int, float]]) -> None:
-        """Let a trial begin again from a checkpoint, before which it had these values of iterations.
+        """Let a trial begin again from a checkpoint; ``history`` has the iterations and values before it.
 
-        What was reported cannot be taken back, so a trial that failed stays in the study as failed, beside a new one.
+        Reported values cannot be taken back, so a failed trial stays in the study as failed, beside a new one.
         """
         trial = self._trials[number]
         if number in self._reported:
@@ -177,7 +174,7 @@ class OptunaSearch:
             trial.report(value, iteration)
 
     def report(self, number: int, iteration: int, value: float) -> bool:
-        """Tell the pruner of a value; True if it ends the trial."""
+        """Report a value to the pruner; True if the pruner ends the trial."""
         trial = self._trials[number]
         if math.isfinite(value):
             trial.report(value, iteration)
@@ -196,7 +193,7 @@ class OptunaSearch:
             self.study.tell(trial, value)
 
     def end(self) -> None:
-        """Close the connections to the storage; `study` opens new ones when it is asked."""
+        """Close the connections to the storage; later uses of `study` open new ones."""
         if self._own_storage is not None:
             self._own_storage.remove_session()
             self._own_storage.engine.dispose()
@@ -219,7 +216,7 @@ class OptunaSearch:
 
 
 def _is_plain(domain: ChoiceDomain) -> bool:
-    """True if a storage of Optuna can hold the values themselves; otherwise their numbers are stored."""
+    """True if a storage of Optuna can hold the values themselves; otherwise it holds their positions in the list."""
     return all(value is None or type(value) in (bool, int, float, str) for value in domain.values)
 
 

@@ -50,7 +50,7 @@ class GridDomain(Domain):
 
 @dataclass(frozen=True)
 class ChoiceDomain(Domain):
-    """Values of which one is drawn."""
+    """A list of values, one of which is drawn."""
 
     values: tuple[Any, ...]
 
@@ -120,7 +120,7 @@ class _Values(dict[str, Any]):
 
 @dataclass
 class _Spec:
-    """What ``sample_from`` passes to its function."""
+    """The argument of the function of ``sample_from``."""
 
     config: _Values
 
@@ -270,7 +270,7 @@ def find(values: Any, path: Path = ()) -> dict[Path, Domain]:
 
 
 def fill(values: Any, chosen: Mapping[Path, Any], path: Path = ()) -> Any:
-    """The settings with the chosen values in the places of domains; what has no domain within is the same object."""
+    """The settings with the chosen values in the places of domains; parts without a domain are not copied."""
     if path in chosen:
         return chosen[path]
     if not any(place[: len(path)] == path for place in chosen):

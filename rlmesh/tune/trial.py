@@ -64,6 +64,13 @@ class Trial:
         """Number of finished iterations."""
         return int(self.last_result.get("training_iteration", 0))
 
+    def is_finished(self, stop: Stop) -> bool:
+        """True if a resumed search leaves the trial as it is: one that criteria ended goes on if it does not meet
+        these; None and functions change nothing."""
+        if self.status == TERMINATED and isinstance(stop, Mapping) and stop:
+            return is_over(self.last_result, stop, evaluates=True)
+        return self.status in FINISHED
+
     @property
     def title(self) -> str:
         """Number and values of the trial in a line."""

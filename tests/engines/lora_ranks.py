@@ -15,14 +15,14 @@ import torch
 import torch.distributed as dist
 
 from rlmesh.rl.algorithms.protocol import Evaluated
-from rlmesh.rl.components import Columns, padded
+from rlmesh.rl.components import Columns
 from rlmesh.rl.engines.lora import LoraOptions
 from rlmesh.rl.engines.training.packed import EMPTY, PackedBatch
 from rlmesh.rl.engines.training.protocol import TrainingOptions
 from rlmesh.rl.packing import pack
 from tests.engines.training_job import make_engine
 from tests.engines.training_model import build_policy
-from tests.rl.episodes import VOCABULARY
+from tests.rl.episodes import VOCABULARY, padded
 from tests.rl.packed_ranks import ALGORITHM, DRAWN, loss_of
 
 OPTIONS = TrainingOptions(lr=0.01, max_grad_norm=0.5, weight_decay=0.1, lora=LoraOptions(rank=4, seed=3))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,10 @@ from typing import Any
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 from transformers.utils import logging
+
+from rlmesh.rl.engines.continuous import ContinuousBatch
+from rlmesh.rl.engines.growing import Growing
+from rlmesh.rl.engines.rollout import Sample, SamplingParams
 
 logging.disable_progress_bar()
 
@@ -57,3 +62,17 @@ def log_probs_of(model: Any, sequences: Sequence[Sequence[int]]) -> list[list[fl
 def largest_gap(a: Sequence[Sequence[float]], b: Sequence[Sequence[float]]) -> float:
     """Between two lists of log-probabilities."""
     return max(abs(x - y) for row, other in zip(a, b, strict=True) for x, y in zip(row, other, strict=True))
+
+
+def sample_batch(
+    model: Any, prompts: Sequence[Sequence[int]], params: SamplingParams, *, stop_token_ids: Sequence[int]
+) -> list[Sample]:
+    """Continues each prompt on the calling thread, without an engine."""
+    rows = [Growing(prompt, params, row) for row, prompt in enumerate(prompts)]
+    batch = ContinuousBatch(model, stop_token_ids=stop_token_ids)
+    waiting = deque(rows)
+    while waiting or batch.rows:
+        while waiting and batch.room:
+            batch.add(waiting.popleft())
+        batch.step(0)
+    return [row.sample() for row in rows]

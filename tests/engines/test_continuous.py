@@ -21,9 +21,9 @@ from rlmesh.rl.engines.growing import Growing, completes
 from rlmesh.rl.engines.rollout import Sample, SamplingParams
 from rlmesh.rl.engines.sampling import draw, kept_mass, log_distribution, penalised
 from rlmesh.rl.engines.slots import SlotCache, WholeCache
-from rlmesh.rl.engines.transformers import TransformersEngine, sample_batch
+from rlmesh.rl.engines.transformers import TransformersEngine
 from rlmesh.rl.types import Episode
-from tests.engines.models import END, VOCABULARY, tiny
+from tests.engines.models import END, VOCABULARY, sample_batch, tiny
 
 STOPS = [END, *range(20, 24)]
 LENGTHS = np.random.default_rng(3).lognormal(2.2, 0.9, 24).astype(int).clip(1, 60).tolist()

@@ -21,8 +21,8 @@ from rlmesh.rl.engines.grouped_attention import grouped_attention, use_grouped_a
 from rlmesh.rl.engines.growing import Growing
 from rlmesh.rl.engines.rollout import Sample, SamplingParams
 from rlmesh.rl.engines.slots import SlotCache
-from rlmesh.rl.engines.transformers import TransformersEngine, sample_batch
-from tests.engines.models import END, VOCABULARY, tiny
+from rlmesh.rl.engines.transformers import TransformersEngine
+from tests.engines.models import END, VOCABULARY, sample_batch, tiny
 from tests.engines.test_continuous import STOPS, alike, requests, windowed
 
 COUNT = 12

@@ -53,14 +53,14 @@ def run_ranks(ranks: int, folder: Path, **plan: Any) -> list[list[dict[str, Any]
 def check(folder: Path, pairs: Sequence[tuple[str, str]], sizes: tuple[int, int]) -> None:
     """The first engine of each pair leaves checkpoints, and the second one goes on from them with another size."""
     left = list(product(dict.fromkeys(writer for writer, _ in pairs), FORMS))
-    for ranks in sizes:
-        run_ranks(ranks, folder / str(ranks), leave=left)
-    for ranks, other in (sizes, sizes[::-1]):
+    few, many = sizes
+    run_ranks(few, folder / str(few), leave=left)
+    for ranks, other, leaves in ((many, few, left), (few, many, [])):
         takes = [
             (reader, form, str(folder / str(other) / f"{writer}-{form}"))
             for (writer, reader), form in product(pairs, FORMS)
         ]
-        for seen in run_ranks(ranks, folder / str(ranks), take=takes):
+        for seen in run_ranks(ranks, folder / str(ranks), leave=leaves, take=takes):
             for (reader, form, place), taken in zip(takes, seen, strict=True):
                 what = f"{reader} on {ranks} ranks from {place}"
                 wrote = torch.load(Path(place) / checkpoint_ranks.SEEN, weights_only=False)

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from rlmesh.envs import EnvRunner, ModulePolicy, Policy, SampleBatch
 from rlmesh.envs.batches.estimates import discounted_returns
 from rlmesh.envs.connectors import ObservationNormalizer
+from rlmesh.envs.runners.kept_episodes import EpisodeKeeper
 from rlmesh.envs.runners.remote import RemoteEnvRunner
 from rlmesh.errors import UsageError
 
@@ -374,6 +375,7 @@ def test_a_restored_vector_of_gymnasium_begins_other_episodes() -> None:
 def restarted(policy: type[Policy] = ModulePolicy) -> RemoteEnvRunner:
     remote = RemoteEnvRunner()
     remote.runner = EnvRunner("CartPole-v1", policy, start=1, worker_index=1)
+    remote._keeper, remote._is_back = EpisodeKeeper(remote.runner), False  # `go_on` was called
     return remote
 
 

@@ -12,6 +12,7 @@ import torch
 
 from rlmesh.envs import ActorCriticModule, EnvRunner, ModulePolicy, PPOConfig, RLModule
 from rlmesh.envs.learners.flat_adam import FlatAdam
+from rlmesh.envs.modules.continuous import SACModule, TD3Module
 from rlmesh.envs.modules.distributions import distribution_of
 from rlmesh.envs.modules.numpy_forward import NumpyForward
 from rlmesh.envs.modules.q_module import QModule
@@ -130,6 +131,38 @@ def test_wrong_settings_of_networks() -> None:
         ActorCriticModule(gym.spaces.Box(0, 255, (20, 20, 3), np.uint8), ACTIONS["box"])
     with pytest.raises(UsageError, match="no action can be chosen in"):
         distribution_of(gym.spaces.Sequence(gym.spaces.Discrete(3)))
+
+
+@pytest.mark.parametrize("kind", [ActorCriticModule, QModule, SACModule, TD3Module])
+def test_weights_begin_orthogonal_or_as_those_of_torch(kind: Any) -> None:
+    actions = ACTIONS["box" if kind in (SACModule, TD3Module) else "discrete"]
+
+    def layers(initializer: str) -> list[torch.nn.Linear]:
+        torch.manual_seed(0)
+        module = kind(BOX, actions, {"fcnet_hiddens": (8, 32), "initializer": initializer})
+        return [layer for layer in module.modules() if isinstance(layer, torch.nn.Linear)]
+
+    for layer in layers("orthogonal"):
+        assert not layer.bias.any()
+        wide = layer.weight if layer.out_features <= layer.in_features else layer.weight.T
+        squares = wide @ wide.T
+        torch.testing.assert_close(squares, squares[0, 0] * torch.eye(len(squares)))
+    for layer in layers("torch"):  # uniform, up to the root of one over the inputs
+        most = layer.in_features**-0.5
+        assert 0.7 * most < layer.weight.abs().max() <= most
+        assert 0 < layer.bias.abs().max() <= most
+
+
+def test_the_initializer_keeps_the_deviations_of_actions() -> None:
+    for space in (ACTIONS["box"], gym.spaces.Dict({"a": ACTIONS["box"], "b": ACTIONS["discrete"]})):
+        module = ActorCriticModule(BOX, space, {"log_std_init": -1.5, "initializer": "torch"})
+        last: Any = module.policy_head[-1]
+        bias = last.log_std if space is ACTIONS["box"] else last.bias
+        assert (bias == -1.5).sum() == 2
+    with pytest.raises(UsageError, match=r"initializer: one of .*, not 'orthogonall'. Did you mean 'orthogonal'"):
+        ActorCriticModule(BOX, ACTIONS["box"], {"initializer": "orthogonall"})
+    with pytest.raises(UsageError, match=r"fcnet_kernel_initializer.*initializer='torch'"):
+        ActorCriticModule(BOX, ACTIONS["box"], {"fcnet_kernel_initializer": None})
 
 
 def test_a_module_of_ones_own() -> None:

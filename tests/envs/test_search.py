@@ -238,6 +238,22 @@ def test_a_search_goes_on_after_ctrl_c(tmp_path: Path, monkeypatch: pytest.Monke
     assert [json.loads(row)["training_iteration"] for row in rows] == [1, 2, 3]
 
 
+def test_a_resumed_search_goes_on_to_a_later_end(tmp_path: Path) -> None:
+    config = PGConfig.from_dict(SMALL).training(gamma=tune.grid_search([0.9, 0.5]))
+    settings: dict[str, Any] = {
+        "config": config, "max_concurrent_trials": 1, "storage_path": tmp_path, "checkpoint_at_end": True, "verbose": 0,
+    }  # fmt: skip
+    tune.run("PG", **settings, stop=TWO)
+    same = tune.run("PG", **settings, stop=TWO, resume=True)
+    assert [trial.iteration for trial in same.trials] == [2, 2]
+    later = tune.run("PG", **settings, stop={"training_iteration": 3}, resume=True)
+    assert [(trial.status, trial.iteration) for trial in later.trials] == [("TERMINATED", 3)] * 2
+    rows = (tmp_path / "trials" / "00001" / "results.jsonl").read_text().splitlines()
+    assert [json.loads(row)["training_iteration"] for row in rows] == [1, 2, 3]
+    with pytest.raises(UsageError, match="no metric 'training_iterations'"):
+        tune.run("PG", **settings, stop={"training_iterations": 3}, resume=True)
+
+
 def test_the_time_budget_ends_a_search() -> None:
     config = PGConfig.from_dict(SMALL).training(lr=tune.grid_search([1e-3, 1e-2]))
     found = tune.run("PG", config=config, max_concurrent_trials=1, time_budget_s=0.5, verbose=0)

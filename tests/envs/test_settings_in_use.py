@@ -161,7 +161,7 @@ class NoArgument(Count):
 
 
 def test_a_configuration_that_nobody_takes_is_refused() -> None:
-    with pytest.raises(UsageError, match=r"env_config has 'size', and NoArgument takes no argument"):
+    with pytest.raises(UsageError, match=r"env_config has 'size', which is no argument of NoArgument. It takes none"):
         PPOConfig().environment(NoArgument, env_config={"size": 3}).build()
     EnvRunner(NoArgument, ModulePolicy).stop()
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
+import torch
 from hypothesis import strategies as st
 
 from rlmesh.rl.types import Episode, Turn
@@ -51,3 +53,12 @@ def episodes_of(lengths: list[tuple[int, list[int]]], seed: int) -> Episodes:
 def groups_of_episodes(draw: st.DrawFn) -> Episodes:
     lengths = st.tuples(st.integers(1, 6), st.lists(st.integers(0, 6), min_size=1, max_size=4))
     return episodes_of(draw(st.lists(lengths, min_size=1, max_size=4)), draw(st.integers(0, 2**31)))
+
+
+def padded(rows: list[np.ndarray[Any, Any]], *, fill: float = 0.0) -> torch.Tensor:
+    """Stack an array per episode into a tensor ``[episodes, longest]``, with ``fill`` after the end of each."""
+    longest = max(map(len, rows), default=0)
+    matrix = np.full((len(rows), longest), fill, dtype=rows[0].dtype if rows else np.float32)
+    for row, values in enumerate(rows):
+        matrix[row, : len(values)] = values
+    return torch.from_numpy(matrix)

@@ -11,12 +11,12 @@ import torch
 import torch.distributed as dist
 
 from rlmesh.rl.algorithms import GRPO, Evaluated, TokenWeights
-from rlmesh.rl.components import Columns, padded, policy_share
+from rlmesh.rl.components import Columns, policy_share
 from rlmesh.rl.engines.training.packed import EMPTY, PackedBatch, PackedPart
 from rlmesh.rl.engines.training.protocol import TrainingEngine, TrainingOptions
 from rlmesh.rl.packing import pack
 from tests.engines.training_model import build_policy
-from tests.rl.episodes import VOCABULARY, episodes_of
+from tests.rl.episodes import VOCABULARY, episodes_of, padded
 
 ALGORITHM = GRPO(samples=3, loss="dapo", entropy=0.01)
 DRAWN = episodes_of([(3, [4, 0, 7]), (9, [5, 11, 3]), (5, [1, 2, 2]), (2, [6, 6, 1])], 11)

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 
 from rlmesh.rl import reference
 from rlmesh.rl.algorithms import GRPO, PPO, SFT, Algorithm, Evaluated, Normalisers, OnPolicyDistillation
-from rlmesh.rl.components import Columns, padded, policy_share, value_share
+from rlmesh.rl.components import Columns, policy_share, value_share
 from rlmesh.rl.head import TokenTerms
 from rlmesh.rl.packing import pack
-from tests.rl.episodes import Episodes, episodes_of, groups_of_episodes
+from tests.rl.episodes import Episodes, episodes_of, groups_of_episodes, padded
 
 ALGORITHMS: list[Algorithm] = [
     GRPO(samples=2, loss="dapo", entropy=0.01, kl=0.05),

@@ -13,7 +13,7 @@ import torch
 from rlmesh.errors import UsageError
 from rlmesh.rl import reference
 from rlmesh.rl.algorithms import PPO, Evaluated
-from rlmesh.rl.components import Columns, padded, value_share
+from rlmesh.rl.components import Columns, value_share
 from rlmesh.rl.engines.training.ddp import DDPEngine
 from rlmesh.rl.engines.training.forward import response_values
 from rlmesh.rl.engines.training.packed import EMPTY, PackedBatch, PackedInputs, prepare
@@ -21,7 +21,7 @@ from rlmesh.rl.engines.training.protocol import TrainingOptions
 from rlmesh.rl.packing import pack
 from rlmesh.rl.roles.value_head import ValueModel, value_model
 from rlmesh.rl.trainers.batches import matrix_of, shares_of, value_metrics
-from tests.rl.episodes import episodes_of
+from tests.rl.episodes import episodes_of, padded
 from tests.rl.test_packed_forward import make
 
 # One turn of the policy each (lengths that are 2 modulo 3 make two), so that the padded twin needs no gaps.

@@ -20,13 +20,13 @@ from rlmesh.rl.engines.rollout import SamplingParams
 from rlmesh.rl.engines.training.ddp import DDPEngine
 from rlmesh.rl.engines.training.packed import EMPTY, PackedBatch, PackedInputs, packed_values, prepare
 from rlmesh.rl.engines.training.protocol import TrainingOptions
-from rlmesh.rl.engines.transformers import sample_batch
 from rlmesh.rl.packing import pack
 from rlmesh.rl.trainers.fit import HEADROOM, PROCESS_BYTES, fit, training_bytes
 from rlmesh.rl.trainers.full_packs import episode_of, fullest_pack
 from rlmesh.rl.trainers.run import Run
 from rlmesh.rl.trainers.settings import ActorSettings, CriticSettings, RolloutSettings
 from rlmesh.rl.trainers.tensor_count import TensorCount
+from tests.engines.models import sample_batch
 
 TOLERANCE = 0.10
 """The prediction is within this share of what real steps need."""

@@ -9,12 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlmesh.rl.algorithms import GRPO, PPO, Evaluated
-from rlmesh.rl.components import padded, policy_share
+from rlmesh.rl.components import policy_share
 from rlmesh.rl.engines.training.packed import PackedInputs, prepare
 from rlmesh.rl.packing import pack
 from rlmesh.rl.trainers.batches import joined, packs_of, shares_of
 from rlmesh.rl.trainers.settings import ActorSettings
-from tests.rl.episodes import Episodes, episodes_of, groups_of_episodes
+from tests.rl.episodes import Episodes, episodes_of, groups_of_episodes, padded
 from tests.rl.test_packed_forward import make
 
 DRAWN = episodes_of([(3, [4, 0, 7]), (9, [6, 10, 3]), (5, [1, 2]), (2, [6, 6, 1]), (4, [3])], 11)

@@ -12,10 +12,11 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rlmesh.rl.algorithms.protocol import Evaluated, TokenWeights
-from rlmesh.rl.components import Columns, padded
+from rlmesh.rl.components import Columns
 from rlmesh.rl.engines.training.packed import EMPTY, PackedBatch
 from rlmesh.rl.masking import collected_checks, keep
 from rlmesh.rl.packing import pack
+from tests.rl.episodes import padded
 from tests.rl.packed_ranks import ALGORITHM, DRAWN, build_engine, loss_of
 
 

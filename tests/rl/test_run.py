@@ -19,7 +19,13 @@ from rlmesh.rl.algorithms import GRPO, PPO
 from rlmesh.rl.rewards import Reward
 from rlmesh.rl.trainers import preflight
 from rlmesh.rl.trainers.run import Run
-from rlmesh.rl.trainers.settings import ActorSettings, CriticSettings, RolloutSettings, apply_overrides
+from rlmesh.rl.trainers.settings import (
+    ActorSettings,
+    CriticSettings,
+    LoraSettings,
+    RolloutSettings,
+    apply_overrides,
+)
 from tests.rl import run_job
 from tests.rl.run_job import ROWS, is_a
 from tests.rl.tiny import TEMPLATE, make_tokenizer
@@ -43,6 +49,33 @@ def test_all_faults_of_the_settings_come_in_one_message() -> None:
         "train='fsdp'", "at least one reward", "actor.lr=-1.0", "actor.ranks=0", "rollout.temperature=0.0",
     ):  # fmt: skip
         assert fault in text
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"actor": {"lr": 1e-3}}, "actor={'lr': 0.001} must be ActorSettings(…)"),
+        ({"critic": "model", "algorithm": PPO()}, "critic='model' must be CriticSettings(…)"),
+        ({"rollout": RolloutSettings}, "must be RolloutSettings(…)"),
+        ({"episode": None, "rollout": {"max_tokens": 3}}, "episode=None must be EpisodeSettings(…)"),
+        ({"algorithm": GRPO}, "expected an Algorithm, such as GRPO(samples=8)"),
+        ({"data": None}, "data=None must be a file"),
+        ({"data": (row for row in ROWS)}, "must be a file, a folder, a list of files or of rows"),
+        ({"validation": 3}, "validation=3 must be a file"),
+        ({"data": [3]}, "data: 3 is no row and no file"),
+        ({"data": ["a.jsonl", {"prompt": "a"}]}, "data has both rows and files"),
+        ({"rewards": 3}, "a reward is a function, got int"),
+        ({"trackers": 3}, "trackers=3 must be a list"),
+        (
+            {"actor": ActorSettings(lora=LoraSettings(alpha=8.0))},
+            "actor.lora.rank=0: without a rank there is no adapter",
+        ),
+    ],
+)
+def test_values_of_a_wrong_kind_are_told(changes: dict[str, Any], said: str) -> None:
+    with pytest.raises(UsageError) as raised:
+        Run(**settings(**changes))
+    assert said in str(raised.value)
 
 
 def test_an_algorithm_that_needs_a_critic_gets_one() -> None:
@@ -135,7 +168,10 @@ def small(tiny: Path, **changes: Any) -> Run:
 
 def test_a_right_run_passes_its_check_and_is_a_job(tiny: Path) -> None:
     run = small(
-        tiny, algorithm=GRPO(samples=4, kl=0.1), actor=ActorSettings(ranks=2), rollout=RolloutSettings(engines=3)
+        tiny,
+        algorithm=GRPO(samples=4, kl=0.1),
+        actor=ActorSettings(ranks=2),
+        rollout=RolloutSettings(engines=3, max_tokens=8),
     )
     run.check()
     job = run.job()
@@ -173,6 +209,8 @@ def raises(response: str) -> float:
         ({"data": [{"question": "a>"}] * 8, "prompt_key": "questions"}, "did you mean prompt_key='question'?"),
         ({"rewards": [Reward(is_a), raises], "validation": "/nowhere"}, "validation: "),
         ({"rewards": [is_a, is_a], "batch_size": 99}, "rewards: 2 are named 'is_a'"),
+        ({"rollout": RolloutSettings(max_tokens=64)}, "tokens are more than the 64 positions of the model"),
+        ({"rollout": RolloutSettings(max_tokens=8, stop_token_ids=(1, 999))}, "tokens, and none is 999"),
     ],
 )
 def test_faults_are_told_before_any_process_starts(tiny: Path, changes: dict[str, Any], said: str) -> None:
@@ -214,6 +252,12 @@ def test_rewards_that_read_a_prompt_of_messages_are_tried_with_the_template(tiny
     found = [*preflight._early_reward_faults(small(tmp_path, data=rows, rewards=[raises]), tried)]
     assert len(found) == 1 and "reward 'raises' fails on row 0" in found[0]
     small(tmp_path, data=rows).check()
+
+
+def test_an_engine_that_is_not_installed_is_told(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preflight, "find_spec", lambda name: None)
+    with pytest.raises(UsageError, match=r"rollout\.engine='vllm-async' needs vllm: pip install 'rlmesh\[vllm\]'"):
+        small(tiny, rollout=RolloutSettings(engine="vllm-async", max_tokens=8)).check()
 
 
 def test_the_column_of_prompts_and_the_template_are_settings(tmp_path: Path) -> None:

@@ -91,7 +91,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "section": ({"max_tokens": 4}, "it belongs to the section rollout; did you mean rollout.max_tokens?"),
     "type": ({"steps": "2"}, "steps='2' must be a whole number"),
-    "arguments": ({"rewards": ["my_rewards:other_arguments"]}, "parameter 'respons' without a default (did you mean"),
+    "arguments": ({"rewards": ["my_rewards:other_arguments"]}, "; did you mean 'response'?"),
     "length": ({"rewards": ["my_rewards:one_too_many"]}, "returned list of length 2 for 1 responses"),
     "raises": ({"rewards": ["my_rewards:raises"]}, "reward 'raises' fails on row 0"),
     "names": ({"rewards": ["my_rewards:is_a"] * 2}, "named"),

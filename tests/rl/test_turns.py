@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from rlmesh.rl.roles.turns import Turns
+from rlmesh.rl.roles.device_turns import DeviceTurns
 from tests.rl import turns_job
 from tests.rl.test_run import launched, reported
 
@@ -44,7 +44,7 @@ def test_two_that_are_awake_are_found() -> None:
     ]
 
 
-def recorded(turns: Turns, *names: str) -> list[str]:
+def recorded(turns: DeviceTurns, *names: str) -> list[str]:
     seen: list[str] = []
     for name in names:
         turns.add(name, wake=partial(seen.append, f"{name} wakes"), sleep=partial(seen.append, f"{name} sleeps"))
@@ -54,7 +54,7 @@ def recorded(turns: Turns, *names: str) -> list[str]:
 
 
 def test_a_process_alone_switches_only_when_another_part_is_needed() -> None:
-    turns = Turns(leased=False)
+    turns = DeviceTurns(leased=False)
     seen = recorded(turns, "training", "rollout")
     for name in ("training", "training", "rollout", "training"):
         with turns.turn(name):
@@ -65,7 +65,7 @@ def test_a_process_alone_switches_only_when_another_part_is_needed() -> None:
 
 
 def test_a_part_that_cannot_wake_is_not_awake() -> None:
-    turns = Turns(leased=False)
+    turns = DeviceTurns(leased=False)
 
     def fails() -> None:
         raise MemoryError("no room")

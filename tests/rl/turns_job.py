@@ -20,10 +20,10 @@ from rlmesh import RLJobBuilder, current_worker
 from rlmesh.rl.algorithms import PPO
 from rlmesh.rl.roles.actor import ActorRole
 from rlmesh.rl.roles.critic import CriticRole
+from rlmesh.rl.roles.device_turns import DeviceTurns
 from rlmesh.rl.roles.fused import ActorRolloutRef
 from rlmesh.rl.roles.reference import ReferenceRole
 from rlmesh.rl.roles.rollout import RolloutRole
-from rlmesh.rl.roles.turns import Turns
 from rlmesh.rl.trainers.run import Run
 from rlmesh.rl.trainers.settings import ActorSettings, CriticSettings, RolloutSettings
 from tests.rl.run_job import ROWS, is_a
@@ -31,7 +31,7 @@ from tests.rl.run_job import ROWS, is_a
 FILE = "turns.jsonl"
 
 
-class RecordedTurns(Turns):
+class RecordedTurns(DeviceTurns):
     """Writes down each change."""
 
     role: Any
@@ -76,7 +76,7 @@ def bytes_of(role: Any, part: str) -> int:
 class Recorded:
     """Roles whose turns are recorded."""
 
-    def make_turns(self) -> Turns:
+    def make_turns(self) -> DeviceTurns:
         turns = RecordedTurns(leased=len(current_worker().collocated_roles) > 1)
         turns.role = self
         return turns

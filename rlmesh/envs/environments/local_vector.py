@@ -13,6 +13,7 @@ import numpy as np
 from rlmesh.envs.environments.actions import ActionRows
 from rlmesh.envs.environments.features import SEQUENCE_LENGTH
 from rlmesh.envs.environments.observations import ObservationRows
+from rlmesh.envs.environments.step_checks import check_step
 from rlmesh.errors import UsageError
 
 __all__ = ["LocalVector", "StepOutcome", "env_seed"]
@@ -70,7 +71,8 @@ class LocalVector:
     """Environments that are stepped in a loop, and reset in the step in which their episode ends.
 
     Observations are copied into the caller's array at once, so an environment may reuse its own. An environment whose
-    ``step`` or ``reset`` raises is made again, with a seed of its own; its siblings go on.
+    ``step`` or ``reset`` raises is made again, with a seed of its own; its siblings go on. One that breaks the rules of
+    Gymnasium's interface is not: a `UsageError` says how.
 
     Args:
         make: makes environment ``index`` of the runner.
@@ -95,6 +97,7 @@ class LocalVector:
         self.rows = ObservationRows(self.envs[0].observation_space, max_sequence_length)
         self.actions = ActionRows(self.action_space)
         self.starts, self._failures, self._begun = [0] * size, [0] * size, [False] * size
+        self._checked = [False] * size
         self.outcome = StepOutcome.of(size, infos=infos)
         for i, env in enumerate(self.envs):
             if env.observation_space != self.envs[0].observation_space or env.action_space != self.action_space:
@@ -127,8 +130,14 @@ class LocalVector:
         each_action = self.actions.to_env(actions)
         for i, env in enumerate(self.envs):
             try:
-                observation, rewards[i], terminated, truncated, info = env.step(each_action[i])
+                results = env.step(each_action[i])
+                if not self._checked[i]:
+                    check_step(results, env)
+                    self._checked[i] = True
+                observation, rewards[i], terminated, truncated, info = results
                 write(out, i, observation)
+            except UsageError:
+                raise  # an environment that is written wrongly does the same again
             except Exception as error:
                 self._replace(i, out, error)
                 continue
@@ -147,6 +156,8 @@ class LocalVector:
         try:
             observation, _ = self.envs[i].reset(seed=seed)
             self.rows.write(out, i, observation)
+        except UsageError:
+            raise
         except Exception as error:
             self._remake(i, out, error)
 

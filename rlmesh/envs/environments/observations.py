@@ -48,6 +48,13 @@ class ObservationRows:
                 self.space = spaces.flatten_space(space)
             else:
                 self.space = spaces.Box(-np.inf, np.inf, (width,), np.float32)
+        self._least: Any = None
+        self._below: Any = None
+        """Observations of a discrete space are smaller, and at least ``_least``."""
+        if isinstance(space, spaces.Discrete):
+            self._least, self._below = int(space.start), int(space.start + space.n)
+        elif isinstance(space, spaces.MultiDiscrete):
+            self._least, self._below = space.start, space.start + space.nvec
         self.shape: tuple[int, ...] = tuple(self.space.shape or ())
         self.dtype = np.dtype(self.space.dtype)
 
@@ -60,7 +67,7 @@ class ObservationRows:
 
         Raises:
             UsageError: the observation has another shape than its space, or a type that loses information, or more
-                elements than a row has room for.
+                elements than a row has room for, or is no category of its discrete space.
         """
         if self.flattens:
             row = self.empty()
@@ -70,6 +77,8 @@ class ObservationRows:
         if type(observation) is not np.ndarray:
             observation = np.asarray(observation)
         if observation.shape == self.shape and observation.dtype is self.dtype:
+            if self._below is not None:
+                self._check_limits(observation)
             out[index] = observation
             return
         if observation.shape != self.shape:
@@ -82,4 +91,13 @@ class ObservationRows:
                 f"an observation has elements of {observation.dtype}, its space of {self.dtype}: the environment "
                 "returns something that its observation_space does not contain"
             )
+        if self._below is not None:
+            self._check_limits(observation)
         out[index] = observation
+
+    def _check_limits(self, observation: np.ndarray) -> None:
+        if not ((observation >= self._least) & (observation < self._below)).all():
+            raise UsageError(
+                f"the observation {observation} is outside of the observation_space {self.given}: its "
+                f"numbers begin at {self._least} and end below {self._below}"
+            )

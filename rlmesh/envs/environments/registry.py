@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import importlib.util
 import inspect
+import re
 from collections.abc import Callable, Iterable, Mapping
 from importlib import import_module
 from typing import Any
@@ -64,6 +65,9 @@ def unregister_env(name: str) -> None:
 def env_creator_of(env: str | type | EnvCreator) -> EnvCreator:
     """The creator of an environment that is given as a registered name, a Gymnasium id, a class or a creator.
 
+    A class whose first argument is its configuration (it has no default, or a name such as ``config`` or ``context``)
+    gets the `EnvContext`. Another class gets the keys of ``env_config`` as keywords, as with ``gymnasium.make``.
+
     Raises:
         UsageError: there is no environment of this name, or the value is none of these; names the nearest name.
     """
@@ -113,21 +117,38 @@ class _GymnasiumId:
 
 
 class _OfClass:
-    """Creator of an environment by its class, which takes ``env_config`` if it takes an argument."""
+    """Creator of an environment by its class; see `env_creator_of` for what the class gets."""
 
     def __init__(self, cls: type) -> None:
         self.cls = cls
-        self.takes_config = bool(inspect.signature(cls).parameters)
+        try:
+            parameters = list(inspect.signature(cls).parameters.values())
+        except ValueError:  # of compiled code
+            parameters = []
+        self.takes_config = bool(parameters) and _is_config(parameters)
+        self.keywords = [
+            each.name for each in parameters if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)
+        ]
+        self.takes_any = any(each.kind is each.VAR_KEYWORD for each in parameters)
 
     def __call__(self, context: EnvContext) -> Any:
         if self.takes_config:
             return self.cls(context)
-        if context:
-            raise UsageError(
-                f"env_config has {next(iter(context))!r}, and {self.cls.__name__} takes no argument: let its __init__ "
-                "take the configuration, or leave env_config out"
-            )
-        return self.cls()
+        for name in context if not self.takes_any else ():
+            if name not in self.keywords:
+                hint = did_you_mean(name, self.keywords) if self.keywords else " It takes none."
+                raise UsageError(f"env_config has {name!r}, which is no argument of {self.cls.__name__}.{hint}")
+        return self.cls(**context)
+
+
+def _is_config(parameters: list[inspect.Parameter]) -> bool:
+    """True if the first argument of a class is its configuration, and not a setting of its own such as ``size=5``."""
+    first = parameters[0]
+    if first.kind in (first.KEYWORD_ONLY, first.VAR_KEYWORD):
+        return False
+    if first.default is first.empty or re.search("conf|cfg|context|ctx", first.name):
+        return True
+    return len(parameters) == 1 and first.name != "render_mode" and (first.default is None or first.default == {})
 
 
 def _require_id(env_id: str) -> None:

@@ -107,7 +107,7 @@ class EnvProcess(MultiAgentEnv):
             self._process.wait()
 
     def __reduce__(self) -> Any:
-        return EnvProcess, (partial(pickle.loads, self._ask("", _pickled(_pickled))),)
+        return EnvProcess, (partial(pickle.loads, self._ask("", _pickled(_with_its_episode))),)
 
     def _ask(self, name: str, *args: Any, **kwargs: Any) -> Any:
         self._drain()
@@ -159,6 +159,14 @@ def _pickled(value: Any) -> bytes:
         if main is not None:
             cloudpickle.unregister_pickle_by_value(main)
     return found
+
+
+def _with_its_episode(env: Any) -> bytes:
+    """The pickle of an environment; an error if it would come back without its episode."""
+    from rlmesh.envs.environments.pickling import EnvironmentPickler
+
+    EnvironmentPickler()([env])
+    return _pickled(env)
 
 
 def serve(descriptor: int) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from copy import deepcopy
 from typing import Any
 
@@ -11,6 +11,8 @@ import numpy as np
 
 from rlmesh.envs.batches.multi_agent_batch import MultiAgentBatch
 from rlmesh.envs.environments.local_vector import EMPTY_INFO
+from rlmesh.envs.environments.registry import did_you_mean
+from rlmesh.envs.environments.step_checks import reward_of
 from rlmesh.envs.multi_agent.connectors import AgentConnectors
 from rlmesh.envs.multi_agent.environment import ALL
 from rlmesh.envs.multi_agent.policies import AgentEpisode, PolicyMapping
@@ -36,6 +38,7 @@ class EpisodeBook:
         runner: the runner, for the mapping and for error texts.
         connectors: of the policies.
         infos: keep infos.
+        known: the agents that may take part; empty if the environment does not name them.
 
     Attributes:
         running: the episode of each environment; None: it must be begun.
@@ -43,8 +46,9 @@ class EpisodeBook:
 
     def __init__(
         self, rows: Mapping[str, PolicyRows], mapping: PolicyMapping, size: int, first_id: int, runner: Any,
-        connectors: AgentConnectors, *, infos: bool,
+        connectors: AgentConnectors, *, infos: bool, known: Collection[Any] = (),
     ) -> None:  # fmt: skip
+        self._known = frozenset(known)
         self.rows, self.mapping, self._runner, self._infos = dict(rows), mapping, runner, infos
         self.running: list[RunningEpisode | None] = [None] * size
         self._next_id, self._connectors = first_id, connectors
@@ -214,10 +218,15 @@ class EpisodeBook:
 
     def _add_rewards(self, i: int, running: RunningEpisode, rewards: Mapping[Any, Any]) -> None:
         for agent_id, given in rewards.items():
-            reward = float(given or 0.0)
+            reward = reward_of(given, self._place(i))
             if not math.isfinite(reward):
                 raise FloatingPointError(f"{self._place(i)} gave agent {agent_id!r} the reward {reward}")
             track = running.tracks.get(agent_id)
+            if track is None and self._known and agent_id not in self._known:
+                raise UsageError(
+                    f"{self._place(i)} returned a reward for {agent_id!r}, which is none of its agents."
+                    + did_you_mean(str(agent_id), map(str, self._known))
+                )
             if track is None:
                 running.early[agent_id] = running.early.get(agent_id, 0.0) + reward
             elif track.done and reward:

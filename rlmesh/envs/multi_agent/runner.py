@@ -101,7 +101,10 @@ class MultiAgentEnvRunner(RunnerBase):
             self.policy_map[name] = self._policy(name, spec, policy_class, config, space, spaces[name][1])
             rewards_of = partial(self.connectors.rewards, name) if self.connectors else None
             book[name] = PolicyRows(self.policy_map[name], rows[name], infos=infos, rewards_of=rewards_of)
-        self._book = EpisodeBook(book, self.mapping, num_envs, self._first_id, self, self.connectors, infos=infos)
+        self._book = EpisodeBook(
+            book, self.mapping, num_envs, self._first_id, self, self.connectors, infos=infos,
+            known=self._vector.envs[0].possible_agents,
+        )  # fmt: skip
 
     def _policy(
         self, name: str, spec: PolicySpec, policy_class: type[Policy], config: dict[str, Any], obs: Any, action: Any

@@ -7,6 +7,7 @@ from contextlib import suppress
 from typing import Any
 
 from rlmesh.envs.environments.local_vector import close_broken
+from rlmesh.envs.environments.step_checks import check_agents_step
 from rlmesh.envs.multi_agent.env_process import EnvProcess
 from rlmesh.envs.multi_agent.environment import MultiAgentEnv
 from rlmesh.envs.multi_agent.pettingzoo_env import several_agents_env
@@ -35,6 +36,7 @@ class MultiAgentVector:
         self.envs: list[MultiAgentEnv] = [self._made(i) for i in range(size)]
         self.size = size
         self.starts, self._failures, self._begun = [0] * size, [0] * size, [False] * size
+        self._checked = [False] * size
 
     def _made(self, i: int) -> MultiAgentEnv:
         return several_agents_env(self._make(i))
@@ -69,12 +71,18 @@ class MultiAgentVector:
     def step(self, i: int, actions: dict[Any, Any]) -> tuple[Any, Any, Any, Any, Any] | None:
         """The results of a step, dicts by agent; None if the environment broke, and was made again."""
         try:
-            observations, rewards, terminateds, truncateds, infos = self.envs[i].step(actions)
+            results = self.envs[i].step(actions)
+            if not self._checked[i]:
+                check_agents_step(results, self.envs[i])
+                self._checked[i] = True
+        except UsageError:
+            raise  # an environment that is written wrongly does the same again
         except Exception as error:
             self._remake(i, error)
             return None
         self._failures[i] = 0
-        return observations, rewards, terminateds, truncateds, infos
+        found: tuple[Any, Any, Any, Any, Any] = results
+        return found
 
     def _remake(self, i: int, error: Exception) -> None:
         self._failures[i] += 1

@@ -68,6 +68,7 @@ class AsyncSampler:
 
     def __init__(self, group: EnvRunnerGroup, steps: int, ahead: int) -> None:
         self._group, self._steps, self._ahead = group, steps, ahead
+        group.samples_ahead = True
         self._members = [each.options(timeout_s=group.timeout_s, idempotent=True) for each in group.remote_workers]
         self._arrived: queue.SimpleQueue[tuple[int, int, Future[Any]]] = queue.SimpleQueue()
         self._waiting: set[Future[Any]] = set()

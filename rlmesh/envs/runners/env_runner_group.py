@@ -65,6 +65,8 @@ class EnvRunnerGroup:
     Attributes:
         fragment_length: steps of each environment that ``synchronous_parallel_sample`` samples in a row; None: as many
             as it is asked for.
+        episodes: what remote runners that die go on with.
+        samples_ahead: True if an `AsyncSampler` has batches of the remote runners that nobody has taken yet.
     """
 
     def __init__(
@@ -85,7 +87,7 @@ class EnvRunnerGroup:
         self._weights: Any = None
         self._weights_version = 0
         self._stats: list[EpisodeStats] = []
-        self.episodes = KeptEpisodes(num_env_runners)
+        self.episodes, self.samples_ahead = KeptEpisodes(num_env_runners), False
         self._handle: JobHandle | None = None
         self._stack: list[Any] = []
         self._remote: RoleGroup[Any] | None = None
@@ -228,11 +230,15 @@ class EnvRunnerGroup:
             return
         deltas = [connectors.take_delta()]
         if self._remote is not None:
-            import cloudpickle
-
-            group = self._remote.options(timeout_s=self.timeout_s, idempotent=True)
-            deltas += group.call("apply", cloudpickle.dumps(lambda runner: runner.connectors.take_delta())).result()
-            self.episodes.note_deltas_taken()
+            members = [each.options(timeout_s=self.timeout_s, idempotent=True) for each in self._remote]
+            futures = [member.call("take_delta") for member in members]
+            for i, (member, future) in enumerate(zip(members, futures, strict=True)):
+                while (delta := future.result()) is None and not self.samples_ahead:  # it restarted: its state has them
+                    self.go_on(i)
+                    future = member.call("take_delta")
+                if delta is not None:
+                    deltas.append(delta)
+                    self.episodes.note_delta_taken(i)
         connectors.merge(deltas)
 
     def begin_episodes(self) -> None:

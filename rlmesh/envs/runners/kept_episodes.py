@@ -90,9 +90,9 @@ class KeptEpisodes:
         """Forget all states: runners that come back begin new episodes."""
         self._states = [None] * len(self._states)
 
-    def note_deltas_taken(self) -> None:
-        """Note that the statistics of connectors in all states were merged."""
-        self._delta_taken = [True] * len(self._delta_taken)
+    def note_delta_taken(self, index: int) -> None:
+        """Note that the statistics of connectors in the state of a runner were merged."""
+        self._delta_taken[index] = True
 
     def of(self, index: int) -> tuple[bytes | None, bool]:
         """The arguments of `go_on` for a runner."""

@@ -87,6 +87,11 @@ class RemoteEnvRunner:
         return batch, stats, self.runner.weights_version, delta, self._keeper.after(sampled_s)
 
     @rpc
+    def take_delta(self) -> Any:
+        """What connectors learnt since the last call; None if `go_on` is to be called first."""
+        return None if self._is_back else self.runner.connectors.take_delta()
+
+    @rpc
     def go_on(self, kept: bytes | None, delta_taken: bool) -> None:
         """Go on with the episodes of the dead process that this one replaces; a second call does nothing.
 

@@ -1,4 +1,4 @@
-"""Algorithms: functions without state from the episodes of a batch to the weights of the loss.
+"""Algorithms: they compute the weights of the loss from the episodes of a batch, and have no state.
 
 =========================  ======================================================================
 `GRPO`                     responses to one prompt compared with each other; all of its relatives

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
-__all__ = ["Aggregation", "Correction", "KLEstimator", "Level"]
+__all__ = ["Aggregation", "Correction", "KLEstimator", "Level", "choice_faults", "clip_faults", "number_faults"]
 
 Aggregation = Literal["token-mean", "sequence-mean", "constant"]
 """``token-mean``: all valid tokens have the same weight. ``sequence-mean``: all sequences with a valid token have the
@@ -16,8 +18,8 @@ KLEstimator = Literal["k1", "k2", "k3"]
 """See :func:`rlmesh.rl.kl.kl_estimate`."""
 
 Level = Literal["token", "sequence", "geometric"]
-"""The scope of a weight: each token; a sequence, as the product over its tokens; or a sequence, as the geometric mean
-over its tokens, which does not grow with its length."""
+"""The scope of an importance weight. ``token``: each token has its own. ``sequence``: the product over the tokens of a
+sequence. ``geometric``: the geometric mean over them, which does not grow with the length."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,3 +53,28 @@ class Correction:
             raise ValueError(f"upper must be ≥ 1 and lower in [0, 1] or None, got {self.upper} and {self.lower}")
         if self.reject_below is not None and not 0 < self.reject_below < 1:
             raise ValueError(f"reject_below must be in (0, 1) or None, got {self.reject_below}")
+
+
+def choice_faults(name: str, value: Any, choices: Any) -> Iterator[str]:
+    """A fault if a setting is none of the values of a ``Literal``."""
+    if value not in get_args(choices):
+        yield f"{name}={value!r}: use one of {', '.join(map(str, get_args(choices)))}"
+
+
+def number_faults(least: float = 0, **numbers: Any) -> Iterator[str]:
+    """One sentence per setting that is no finite number of at least ``least``."""
+    for name, value in numbers.items():
+        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+            yield f"{name}={value!r} must be a number"
+        elif value < least:
+            yield f"{name}={value!r} must be ≥ {least:g}"
+
+
+def clip_faults(clip_low: Any, clip_high: Any, dual_clip: Any) -> Iterator[str]:
+    """One sentence per bound of the ratio that the loss would refuse; ``None`` is right for each."""
+    if clip_low is not None and (next(number_faults(clip_low=clip_low), "") or clip_low >= 1):
+        yield f"clip_low={clip_low!r} must be in [0, 1)"
+    if clip_high is not None:
+        yield from number_faults(clip_high=clip_high)
+    if dual_clip is not None and (next(number_faults(1, dual_clip=dual_clip), "") or dual_clip == 1):
+        yield f"dual_clip={dual_clip!r} must be a number > 1, or None for none"

@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal
 
-from rlmesh.rl.algorithms.choices import Aggregation, Correction, KLEstimator, Level
+from rlmesh.rl.algorithms.choices import (
+    Aggregation,
+    Correction,
+    KLEstimator,
+    Level,
+    choice_faults,
+    clip_faults,
+    number_faults,
+)
 from rlmesh.rl.algorithms.protocol import Algorithm, Evaluated, Need, Normalisers, PolicyLoss, TokenWeights
 
 if TYPE_CHECKING:
@@ -15,7 +23,7 @@ if TYPE_CHECKING:
 __all__ = ["GRPO", "Advantage", "Loss", "overlong_penalty"]
 
 Advantage = Literal["grpo", "dr_grpo", "rloo", "remax", "opo", "pass_at_k", "reinforce++"]
-"""The comparison of the responses of a group: :mod:`rlmesh.rl.group_advantages` has a function for each."""
+"""The way to compare the responses of a group; :mod:`rlmesh.rl.group_advantages` has a function for each."""
 
 Loss = Literal["grpo", "dapo", "dr_grpo", "gspo", "cispo", "sapo"]
 """A published combination of term, clip bounds and aggregation; settings of :class:`GRPO` override parts of it."""
@@ -52,12 +60,12 @@ class GRPO(Algorithm):
         aggregation, clip_low, clip_high: ``None``: those of the variant.
         dual_clip: see :func:`rlmesh.rl.losses.ppo_clip_loss`; for the term of PPO only.
         kl: weight of the divergence from the reference in the loss; 0 needs no reference.
-        kl_estimator: estimates the value of that divergence; its gradient is unbiased with every choice.
-        correction: weights for the difference between engine and trainer: ``None``, a level, or a
+        kl_estimator: estimator of the value of this divergence; the gradient is unbiased with every estimator.
+        correction: importance weights for the difference between engine and trainer: ``None``, a level, or a
             :class:`rlmesh.rl.correction.Correction`.
         entropy: weight of the entropy bonus.
         eps: added to the standard deviation of a group; for the advantage ``grpo`` only.
-        k: responses of which one must be right; for the advantage ``pass_at_k`` only.
+        k: number of responses, of which one must be right; for the advantage ``pass_at_k`` only.
         constant: divisor per response; for the aggregation ``constant`` only. Usually the most tokens of a response.
         overlong: (token limit, number of tokens before it over which a penalty grows to 1), or ``None``
             (:func:`overlong_penalty`).
@@ -84,21 +92,29 @@ class GRPO(Algorithm):
     def __post_init__(self) -> None:
         super().__post_init__()
         faults = [
-            f"{name}={value!r}: use one of {', '.join(map(str, get_args(choices)))}"
-            for name, value, choices in (("advantage", self.advantage, Advantage), ("loss", self.loss, Loss))
-            if value not in get_args(choices)
+            *choice_faults("advantage", self.advantage, Advantage),
+            *choice_faults("loss", self.loss, Loss),
+            *choice_faults("kl_estimator", self.kl_estimator, KLEstimator),
+            *number_faults(kl=self.kl, entropy=self.entropy),
+            *clip_faults(self.clip_low, self.clip_high, self.dual_clip),
         ]
+        if self.aggregation is not None:
+            faults += choice_faults("aggregation", self.aggregation, Aggregation)
         if self.samples < 2 and self.advantage not in ("remax", "reinforce++"):
             faults.append(f"samples={self.samples}: at least 2 responses per prompt, or there is nothing to compare")
-        if self.kl < 0 or self.entropy < 0 or self.eps <= 0:
-            faults.append(f"kl={self.kl} and entropy={self.entropy} must be ≥ 0, and eps={self.eps} > 0")
+        if next(number_faults(eps=self.eps), "") or self.eps == 0:
+            faults.append(f"eps={self.eps!r} must be a number > 0")
+        if self.constant is not None and (next(number_faults(constant=self.constant), "") or self.constant == 0):
+            faults.append(f"constant={self.constant!r} must be a number > 0")
         if not faults and (self._aggregation == "constant") != (self.constant is not None):
             faults.append(f"constant={self.constant}: the aggregation 'constant', and no other, takes it (> 0)")
         if self.advantage == "pass_at_k" and not 1 <= self.k <= self.samples:
             faults.append(f"k={self.k}: from 1 to samples={self.samples}")
         if not faults and self.dual_clip is not None and PRESETS[self.loss].policy_loss != "ppo":
             faults.append(f"dual_clip={self.dual_clip}: the loss {self.loss!r} has no dual clip")
-        if self.overlong is not None and not 0 < self.overlong[1] <= self.overlong[0]:
+        pair: Any = self.overlong
+        whole = isinstance(pair, Sequence) and [type(one) for one in pair] == [int, int]
+        if pair is not None and not (whole and 0 < pair[1] <= pair[0]):
             faults.append(f"overlong={self.overlong}: (most tokens, tokens before that), with 0 < second ≤ first")
         if faults:
             raise ValueError("GRPO: " + "; ".join(faults))
@@ -182,7 +198,7 @@ class GRPO(Algorithm):
             "rloo": lambda: by_group.rloo(rewards, groups, valid=valid),
             "opo": lambda: by_group.opo(rewards, groups, batch.lengths, valid=valid),
             "pass_at_k": lambda: by_group.pass_at_k(rewards > 0, groups, k=self.k, valid=valid),
-            "remax": lambda: by_group.remax(rewards, _given(batch.greedy_rewards, "greedy rewards"), valid=valid),
+            "remax": lambda: by_group.remax(rewards, batch.required("greedy_rewards"), valid=valid),
             "reinforce++": lambda: by_group.reinforce_plus_plus_baseline(rewards, groups, batch.mask, valid=valid),
         }
         return ways[self.advantage]()
@@ -240,9 +256,3 @@ def overlong_penalty(lengths: Tensor, most: int, before: int) -> Tensor:
         lengths: ``[episodes]``.
     """
     return ((lengths.double() - (most - before)) / before).clamp(0, 1)
-
-
-def _given(tensor: Tensor | None, name: str) -> Tensor:
-    if tensor is None:
-        raise ValueError(f"the batch has no {name}, which this algorithm needs")
-    return tensor

@@ -36,9 +36,7 @@ class DPO(Algorithm):
     def weigh(self, batch: Evaluated) -> TokenWeights:
         from rlmesh.rl.algorithms.preference import dpo
 
-        if batch.ref_log_probs is None:
-            raise ValueError("the batch has no log-probabilities of the reference")
-        terms = dpo(batch.given_log_probs, batch.ref_log_probs, batch.mask, beta=self.beta)
+        terms = dpo(batch.required("log_probs"), batch.required("ref_log_probs"), batch.mask, beta=self.beta)
         return TokenWeights.of(
             batch.mask, advantages=terms.tokens, policy=1.0, normalisers=Normalisers(len(terms.margins), 1.0, 1.0),
             metrics={f"dpo/{name}": value for name, value in terms.metrics.items()},
@@ -68,7 +66,5 @@ class RewardModelling(Algorithm):
     def weigh(self, batch: Evaluated) -> TokenWeights:
         from rlmesh.rl.algorithms.preference import ranked_returns
 
-        if batch.values is None:
-            raise ValueError("the batch has no values of a critic")
-        terms = ranked_returns(batch.values, batch.mask)
+        terms = ranked_returns(batch.required("values"), batch.mask)
         return TokenWeights.of(batch.mask, policy=1.0, returns=terms.tokens, metrics=terms.metrics)

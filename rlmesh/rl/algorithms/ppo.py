@@ -6,7 +6,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from rlmesh.rl.algorithms.choices import Aggregation, Correction, KLEstimator, Level
+from rlmesh.rl.algorithms.choices import (
+    Aggregation,
+    Correction,
+    KLEstimator,
+    Level,
+    choice_faults,
+    clip_faults,
+    number_faults,
+)
 from rlmesh.rl.algorithms.grpo import aggregated
 from rlmesh.rl.algorithms.protocol import Algorithm, Evaluated, Need, TokenWeights
 
@@ -25,10 +33,10 @@ class _TokenLevel(Algorithm):
         gamma: discount per token, in [0, 1].
         kl: weight of the KL penalty in the rewards, ≥ 0; 0 needs no reference.
         kl_loss: weight of the divergence in the loss, ≥ 0.
-        kl_estimator: of the divergence in the loss. Its gradient is unbiased with every estimator.
-        clip_low, clip_high: of the ratio; ``clip_high=None``: as ``clip_low``.
+        kl_estimator: estimator of the divergence in the loss. The gradient is unbiased with every estimator.
+        clip_low, clip_high: distances from 1 at which the ratio is clipped; ``clip_high=None``: as ``clip_low``.
         dual_clip: see :func:`rlmesh.rl.losses.ppo_clip_loss`.
-        aggregation: of tokens; ``token-mean`` or ``sequence-mean``.
+        aggregation: mean over tokens; ``token-mean`` or ``sequence-mean``.
         correction: as in :class:`rlmesh.rl.algorithms.GRPO`.
         entropy: weight of the entropy bonus.
     """
@@ -49,11 +57,13 @@ class _TokenLevel(Algorithm):
         super().__post_init__()
         if isinstance(self.correction, str):
             object.__setattr__(self, "correction", Correction(self.correction))
-        faults = []
-        if not 0 <= self.gamma <= 1:
+        faults = [
+            *choice_faults("kl_estimator", self.kl_estimator, KLEstimator),
+            *number_faults(kl=self.kl, kl_loss=self.kl_loss, entropy=self.entropy),
+            *clip_faults(self.clip_low, self.clip_high, self.dual_clip),
+        ]
+        if next(number_faults(gamma=self.gamma), "") or self.gamma > 1:
             faults.append(f"gamma={self.gamma}: in [0, 1]")
-        if min(self.kl, self.kl_loss, self.entropy) < 0:
-            faults.append(f"kl={self.kl}, kl_loss={self.kl_loss} and entropy={self.entropy} must be ≥ 0")
         if self.aggregation not in ("token-mean", "sequence-mean"):
             faults.append(f"aggregation={self.aggregation!r}: 'token-mean' or 'sequence-mean'")
         if faults:
@@ -134,17 +144,16 @@ class PPO(_TokenLevel):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not 0 <= self.lam <= 1 or (self.value_clip is not None and self.value_clip <= 0):
+        clips = self.value_clip is None or not (next(number_faults(clip=self.value_clip), "") or self.value_clip == 0)
+        if next(number_faults(lam=self.lam), "") or self.lam > 1 or not clips:
             raise ValueError(f"PPO: lam={self.lam} in [0, 1], and value_clip={self.value_clip} > 0 or None")
 
     def _advantages(self, rewards: Tensor, batch: Evaluated) -> tuple[Tensor, Tensor | None]:
         from rlmesh.rl.advantages import gae
         from rlmesh.rl.masking import masked_whiten
 
-        if batch.values is None:
-            raise ValueError("the batch has no values, which PPO needs: give the run a critic")
         mask = batch.usable
-        advantages, returns = gae(rewards, batch.values.double(), mask, gamma=self.gamma, lam=self.lam)
+        advantages, returns = gae(rewards, batch.required("values").double(), mask, gamma=self.gamma, lam=self.lam)
         return (masked_whiten(advantages, mask) if self.whiten else advantages), returns
 
 

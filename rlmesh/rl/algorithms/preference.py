@@ -1,8 +1,8 @@
-"""Losses on pairs of responses, of which one is preferred, as advantages and returns of a step.
+"""Losses on pairs of a preferred and another response, expressed as advantages and returns.
 
 The gradient of a loss on pairs depends on both responses, which may be in different packs. So the factor of each
-response is computed before the step, from the log-probabilities or values of the weights that the step begins with.
-With one optimizer step per batch the gradient is that of the loss itself.
+response is computed before the step, from the log-probabilities or values by the weights before the step. With one
+optimizer step per batch the gradient is that of the loss itself.
 
 Rows are in pairs: the preferred response, then the other one.
 """
@@ -49,9 +49,9 @@ def dpo(log_probs: Tensor, ref_log_probs: Tensor, mask: Tensor, *, beta: float) 
     gradient is ``∓ β · σ(r₋ − r₊) · ∇ log π`` at each token of the preferred (−) and of the other response (+).
 
     Args:
-        log_probs: of the policy, ``[2 · pairs, time]``.
-        ref_log_probs: of the reference, of the same shape.
-        mask: of the same shape.
+        log_probs: log-probabilities by the policy, ``[2 · pairs, time]``.
+        ref_log_probs: log-probabilities by the reference, of the same shape.
+        mask: a mask of the same shape.
         beta: weight of the divergence from the reference, > 0.
 
     Raises:

@@ -1,4 +1,4 @@
-"""`Algorithm`: from the episodes of a batch to the per-token weights of the loss.
+"""`Algorithm`: computes the per-token weights of the loss from the episodes of a batch.
 
 The trainer is independent of the algorithm. Each token of the policy has a weight in three components of the loss:
 
@@ -51,22 +51,28 @@ Responses = Literal["sampled", "given", "pairs", "ranked"]
 PolicyLoss = Literal["ppo", "gspo", "cispo", "sapo"]
 """The term of the policy component: :mod:`rlmesh.rl.losses` has one function for each."""
 
+ASKED_BY = {
+    "log_probs": "reads_log_probs must be True", "values": "needs must contain 'critic'",
+    "ref_log_probs": "needs must contain 'reference'", "greedy_rewards": "needs must contain 'greedy'",
+}  # fmt: skip
+"""The way in which an algorithm asks for each input that not all batches have."""
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Evaluated:
-    """A batch with the results of all roles. Time counts all tokens of an episode, the prompt included.
+    """A batch with the results of all roles. The axis ``time`` has all tokens of an episode, the prompt included.
 
     Attributes:
         mask: ``[episodes, time]``, True at the tokens that the policy sampled.
         groups: ``[episodes]``, equal for episodes of one prompt.
         rewards: ``[episodes]``, float64; undefined where not valid.
         valid: ``[episodes]``, False where the reward failed or abstained.
-        log_probs: ``[episodes, time]``, by the trainer's weights before the step; ``None`` for an algorithm that does
-            not read them (`Algorithm.reads_log_probs`).
+        log_probs: ``[episodes, time]``, by the trainer's weights before the step; ``None`` if the algorithm does not
+            read them (`Algorithm.reads_log_probs`).
         sampled_log_probs: ``[episodes, time]``, by the engine when it sampled, of the whole vocabulary.
-        ref_log_probs: ``[episodes, time]``, by the reference policy, for an algorithm that needs it.
-        values: ``[episodes, time]``, before each token was sampled, for an algorithm that needs a critic.
-        greedy_rewards: ``[episodes]``, for an algorithm that needs them.
+        ref_log_probs: ``[episodes, time]``, by the reference policy, if the algorithm needs it.
+        values: ``[episodes, time]``, before each token was sampled, if the algorithm needs a critic.
+        greedy_rewards: ``[episodes]``, rewards of greedy responses, if the algorithm needs them.
         cut_off: ``[episodes]``, True where the episode was ended by a limit.
         current: ``[episodes]``, True where the weights before the step sampled the whole episode; ``None``: all.
     """
@@ -91,11 +97,18 @@ class Evaluated:
     @property
     def given_log_probs(self) -> Tensor:
         """``log_probs``, for an algorithm that reads them."""
-        if self.log_probs is None:
-            raise ValueError(
-                "the batch has no log-probabilities of the trainer: reads_log_probs of the algorithm must be True"
-            )
-        return self.log_probs
+        return self.required("log_probs")
+
+    def required(self, name: str) -> Tensor:
+        """The tensor of this name, for an algorithm that needs it.
+
+        Raises:
+            ValueError: the batch has none.
+        """
+        found: Tensor | None = getattr(self, name)
+        if found is None:
+            raise ValueError(f"the batch has no {name}: the algorithm's {ASKED_BY[name]}")
+        return found
 
     @property
     def lengths(self) -> Tensor:
@@ -104,7 +117,7 @@ class Evaluated:
 
 
 class Normalisers(NamedTuple):
-    """The divisor of each component, of the whole batch over all ranks; 1 where the component is empty."""
+    """The divisor of each component for the whole batch over all ranks; 1 if the component is empty."""
 
     policy: float
     likelihood: float
@@ -193,7 +206,7 @@ class Algorithm:
 
     @property
     def needs(self) -> frozenset[Need]:
-        """The inputs that `Evaluated` must have besides rewards and log-probabilities."""
+        """The inputs that the algorithm reads from `Evaluated` besides rewards and log-probabilities."""
         return frozenset()
 
     @property
@@ -208,9 +221,11 @@ class Algorithm:
 
     @property
     def reads_log_probs(self) -> bool:
-        """True if `weigh` reads the trainer's log-probabilities, which takes a forward pass before the step. Otherwise
-        the first forward pass of the step gives those that the ratio is measured from, unless the step has several
-        minibatches: the log-probabilities of all of them are those before the first optimizer step."""
+        """True if `weigh` reads the trainer's log-probabilities, which takes a forward pass before the step.
+
+        If False, the step's own forward pass gives the old log-probabilities of the ratio. A step with several
+        minibatches needs the pass nevertheless, since all ratios refer to the weights before its first optimizer
+        step."""
         return True
 
     @property
@@ -236,7 +251,10 @@ class Algorithm:
         raise TypeError(f"{type(self).__name__} is no algorithm: it defines no weigh(batch) that gives TokenWeights")
 
     def __post_init__(self) -> None:
-        if self.samples < 1:
+        samples: Any = self.samples
+        if isinstance(samples, bool) or not isinstance(samples, int):
+            raise ValueError(f"{type(self).__name__}(samples={samples!r}): a whole number of responses per prompt")
+        if samples < 1:
             raise ValueError(f"{type(self).__name__}(samples={self.samples}): at least 1 response per prompt")
 
 

@@ -48,7 +48,7 @@ class BehaviourCloning(Algorithm):
 
 @dataclass(frozen=True)
 class OnPolicyDistillation(Algorithm):
-    """The reverse divergence from a teacher on the student's own samples, as a policy gradient.
+    """Distillation: the reverse divergence from a teacher on the student's own samples, as a policy gradient.
 
     The teacher takes the place of the reference policy; rewards are not used
     (:func:`rlmesh.rl.distillation.sampled_reverse_kl_advantages`). ``Run(reference=ReferenceSettings(model=…))`` names
@@ -66,9 +66,8 @@ class OnPolicyDistillation(Algorithm):
     def weigh(self, batch: Evaluated) -> TokenWeights:
         from rlmesh.rl.distillation import sampled_reverse_kl_advantages
 
-        if batch.ref_log_probs is None:
-            raise ValueError("the batch has no log-probabilities of the teacher: give the run a reference")
-        advantages = sampled_reverse_kl_advantages(batch.given_log_probs, batch.ref_log_probs, batch.mask)
+        given, teacher = batch.required("log_probs"), batch.required("ref_log_probs")
+        advantages = sampled_reverse_kl_advantages(given, teacher, batch.mask)
         tokens = max(float(batch.mask.sum()), 1.0)
         metrics = {"teacher_kl": -float(advantages.sum()) / tokens}
         return TokenWeights.of(

@@ -1,1 +1,1 @@
-"""Checkpoints of a run: all that a run is, complete or absent, and how a run goes on from one."""
+"""Checkpoints of a run: how they are written, each whole or not at all, and how a run resumes from one."""

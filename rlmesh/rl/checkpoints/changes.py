@@ -1,4 +1,5 @@
-"""Settings that change between the start of a run and its resumption: which may, and which would make other numbers."""
+"""Comparison of a run's settings with those of its checkpoint: which may change before it resumes, and which may
+not."""
 
 from __future__ import annotations
 
@@ -35,24 +36,24 @@ ROUNDING = (
     "actor.threads", "critic.threads", "rollout.threads", "rollout.options", "rollout.dtype",
     "actor.precision", "critic.precision",
 )  # fmt: skip
-"""Settings of which the results depend by rounding, or by which engine draws which sample."""
+"""Settings that change results by rounding only, or by which engine draws which sample."""
 UNSEEN = (
     "examine", "save_every", "keep_last", "keep_best", "resume", "restore", "restore_parts", "reward_workers",
     "validate_every", "validation", "reward_alarm",
 )  # fmt: skip
-"""Settings that change no step."""
+"""Settings that change no result of a step."""
 SAMPLING = ("rollout", "rewards", "environment", "tools", "agent", "episode", "template", "prompt_key")
-"""Settings that decide, with ``algorithm.samples``, what a group of responses is, and its rewards."""
+"""Settings that decide, with ``algorithm.samples``, the responses of a group and their rewards."""
 SAMPLING_PACE = (
     "rollout.in_flight", "rollout.dynamic_sampling", "rollout.refill", "rollout.oversampling", "rollout.deadline_s",
 )  # fmt: skip
-"""Those of them that decide only which groups are sampled, and when."""
+"""Exceptions from `SAMPLING`: these decide only which groups are sampled, and when."""
 WHOLE_BYTES = 1 << 30
-"""Data files up to this size are read as a whole; of larger ones, this much is read at each end."""
+"""The checksum of a data file covers all of it up to this size, else this much at each end."""
 
 
 class Resumable(Protocol):
-    """The settings of a `Run` that say how it goes on. It is a dataclass, whose other fields are compared."""
+    """The settings of a `Run` that decide how it resumes. The other fields of the dataclass are compared."""
 
     @property
     def algorithm(self) -> Any: ...
@@ -85,7 +86,7 @@ def described(run: Resumable) -> dict[str, Any]:
 
 
 def sampling_settings(run: Any) -> dict[str, Any]:
-    """The settings of a run that decide what a group and its rewards are, as `described` gives them."""
+    """The settings of a run that decide the responses of a group and their rewards, in the form of `described`."""
     found: dict[str, Any] = {"algorithm.samples": run.algorithm.samples}
     for name in SAMPLING:
         _describe(name, getattr(run, name), found)
@@ -97,8 +98,8 @@ def changes(before: Mapping[str, Any], now: Mapping[str, Any], step: int) -> str
 
     Args:
         before: the settings of the run that wrote a checkpoint.
-        now: those of the run that goes on from it.
-        step: of the checkpoint.
+        now: the settings of the run that resumes from it.
+        step: the checkpoint's step.
 
     Raises:
         UsageError: lists the settings that may not change.
@@ -110,7 +111,7 @@ def changes(before: Mapping[str, Any], now: Mapping[str, Any], step: int) -> str
             return "data: other rows, or in another order"
         return f"{name}={_short(now, name)}, before {_short(before, name)}"
 
-    # A setting that only one of them has belongs to a part that the other lacks.
+    # A setting that only one run has belongs to a part that the other run lacks.
     if refused := [name for name in differing if name in FIXED and name in before and name in now]:
         raise UsageError(
             f"the run cannot go on from step {step} with these settings:\n  "
@@ -162,7 +163,7 @@ def _name_of(one: Any) -> str:
 
 
 def _data_sum(data: Any) -> Any:
-    """A checksum of rows or files, whatever the names of the files; of each part of a mixture, with its weight."""
+    """A checksum of the content of rows or files; for a mixture, a checksum and a weight for each part."""
     if isinstance(data, Mapping):
         return [[_data_sum(files), weight] for files, weight in data.items()]
     digest = hashlib.sha256()

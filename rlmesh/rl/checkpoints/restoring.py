@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,6 +16,7 @@ from rlmesh.rl.checkpoints.store import (
     read_checkpoint,
     saved_step,
 )
+from rlmesh.rl.faults import did_you_mean
 
 if TYPE_CHECKING:
     from rlmesh.rl.engines.training.protocol import TrainingEngine
@@ -24,16 +24,16 @@ if TYPE_CHECKING:
 __all__ = ["PARTS", "Beginning", "beginning_of", "restore_faults"]
 
 PARTS = ("weights", "optimizer", "actor.weights", "actor.optimizer", "critic.weights", "critic.optimizer")
-"""``weights`` and ``optimizer`` mean those of every model in training that the checkpoint has too."""
+"""``weights`` and ``optimizer`` stand for all models in training that the checkpoint has."""
 
 
 @dataclass(frozen=True)
 class Beginning:
-    """The checkpoint with which a run begins.
+    """The checkpoint of another run with which a new run begins.
 
     Attributes:
-        checkpoint: of another run.
-        parts: some of `PARTS`.
+        checkpoint: the checkpoint.
+        parts: the members of `PARTS` that the run takes from it.
     """
 
     checkpoint: RunCheckpoint
@@ -44,10 +44,10 @@ class Beginning:
         return f"{role}.{what}" in self.parts or (what in self.parts and role in self.checkpoint.parts)
 
     def load(self, role: str, engine: TrainingEngine) -> None:
-        """Load a role's share into a new engine. Its step count stays 0, so the learning rate begins anew.
+        """Load a role's part into a new engine. Its step count stays 0, so the learning rate begins anew.
 
         Raises:
-            UsageError: the part is torn or was altered, or is that of another model.
+            UsageError: the part is incomplete, was altered, or belongs to another model.
         """
         if not self.takes(role, "weights"):
             return
@@ -57,7 +57,7 @@ class Beginning:
 
 
 def beginning_of(run: Resumable) -> Beginning | None:
-    """The checkpoint that a run names; None: it names none.
+    """The checkpoint that ``Run.restore`` names; None: it names none.
 
     Raises:
         UsageError: there is no complete checkpoint.
@@ -68,7 +68,8 @@ def beginning_of(run: Resumable) -> Beginning | None:
 
 
 def _folder_of(path: Path) -> Path:
-    """The folder of a checkpoint, given this folder, or a run directory, whose latest checkpoint is meant."""
+    """The folder of a checkpoint. ``path`` is this folder, or a run directory, which stands for its latest
+    checkpoint."""
     if (path / FILE).exists():
         return path
     run_dir = path.parent if path.name == "checkpoints" else path
@@ -86,8 +87,7 @@ def restore_faults(run: Resumable) -> Iterator[str]:
         return
     unknown = [part for part in run.restore_parts if part not in PARTS]
     for part in unknown:
-        near = get_close_matches(str(part), PARTS, 1)
-        yield f"restore_parts: there is no {part!r}" + (f"; did you mean {near[0]!r}?" if near else f": {PARTS}")
+        yield f"restore_parts: there is no {part!r}{did_you_mean(part, PARTS, f': {PARTS}')}"
     if unknown or run.restore is None:
         return
     try:

@@ -1,4 +1,4 @@
-"""Resuming a run: the step to which all roles go, the trainer's objects as they were, and settings that differ."""
+"""Resuming of a run: finds the step to which all roles return, and restores the trainer's objects."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from rlmesh.rl.trainers.progress import Progress, finished_steps
 __all__ = ["TrainerCheckpoints", "before_start", "require_resumable"]
 
 LIGHT_BYTES = 64 << 10
-"""States up to this size are noted after each step, so that a restart of the trainer alone loses no step."""
+"""States up to this size are written after each step, so that a restart of the trainer alone loses no step."""
 METRICS, OBJECTS = "metrics", "objects"
 
 
@@ -25,11 +25,11 @@ class TrainerCheckpoints:
     """The trainer's view of the checkpoints of its run.
 
     Args:
-        run: the settings.
-        run_dir: of the run.
-        roles: gives the models in training: section and members.
-        objects: gives the trainer's objects by name, of which those that are `Stateful` belong to a checkpoint.
-        position: number of finished steps → where the run is in its data.
+        run: the settings of the run.
+        run_dir: the run directory.
+        roles: function that returns section and members of each model in training.
+        objects: function that returns the trainer's objects by name; those that are `Stateful` belong to a checkpoint.
+        position: function from the number of finished steps to the position in the data.
         tell: prints a text for people.
 
     Attributes:
@@ -55,10 +55,10 @@ class TrainerCheckpoints:
         self._compared = self._disk_told = self._best_told = False
 
     def step_after(self, reached: set[int]) -> int:
-        """The step to which all roles go.
+        """The step to which all roles return.
 
         Args:
-            reached: the numbers of steps that the weights of all members in training have seen.
+            reached: the numbers of finished steps of all members in training.
 
         Raises:
             UsageError: the checkpoint is refused, or the settings that wrote it differ in one that may not change.
@@ -87,7 +87,7 @@ class TrainerCheckpoints:
         self._compared = True
 
     def restore(self, step: int) -> dict[str, float]:
-        """Bring the trainer's objects to the state after a step. All roles are at this step already.
+        """Restore the trainer's objects to their state after a step, to which all roles have returned.
 
         Returns:
             the metrics of the step.
@@ -117,7 +117,7 @@ class TrainerCheckpoints:
         return self.writer.begin(step)
 
     def finish(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Note that a step is done and reported, and complete the checkpoint that was begun for it."""
+        """Write that a step is finished and reported, and complete the checkpoint that was begun for it."""
         self._note(Progress(step, self.lost, self._light(metrics)))
         if self.writer.begun != step:
             return
@@ -130,7 +130,7 @@ class TrainerCheckpoints:
         self.writer.complete(step, self._state(metrics), about, records)
 
     def close(self) -> None:
-        """Wait for the checkpoint under way, and remove those that are not kept."""
+        """Wait for the checkpoint that is being written, and remove checkpoints that are not kept."""
         if self.writer.wait():
             self.store.prune()
 
@@ -138,7 +138,8 @@ class TrainerCheckpoints:
         return {METRICS: dict(metrics), OBJECTS: states_of(self._objects())}
 
     def _light(self, metrics: Mapping[str, float]) -> str | None:
-        """The state that is noted after each step, without objects that have a record; None: it is too large."""
+        """The state that is written after each step, without objects that have a record of their own; None: it is too
+        large."""
         noted = {name: one for name, one in self._objects().items() if not has_record(one)}
         state = {METRICS: dict(metrics), OBJECTS: states_of(noted)}
         found = encoded(state)
@@ -154,10 +155,10 @@ class TrainerCheckpoints:
 
 
 def require_resumable(run: Resumable, checkpoint: RunCheckpoint, settings: Mapping[str, Any] | None = None) -> None:
-    """Refuse a checkpoint of the run that cannot be gone on from.
+    """Check that a run can resume from a checkpoint.
 
     Raises:
-        UsageError: a part is missing, torn or was altered, or a setting differs that may not change.
+        UsageError: a part is missing, incomplete or was altered, or a setting differs that may not change.
     """
     changes(checkpoint.settings, described(run) if settings is None else settings, checkpoint.step)
     for role in ("actor", "critic")[: 2 if "critic" in run.algorithm.needs else 1]:
@@ -169,13 +170,13 @@ def before_start(run: Resumable, run_dir: Path | None) -> int:
     """Check that a run may start in a run directory.
 
     Args:
-        run_dir: None: a new one.
+        run_dir: the run directory; None: a new one.
 
     Returns:
         the number of finished steps if the run is complete already, else 0.
 
     Raises:
-        UsageError: ``resume`` does not fit to what is there, or the checkpoint cannot be gone on from.
+        UsageError: ``resume`` contradicts the run directory, or the run cannot resume from the checkpoint.
     """
     saved = saved_step(run_dir) if run_dir is not None else 0
     done = finished_steps(run_dir) if run_dir is not None else 0

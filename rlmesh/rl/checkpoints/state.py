@@ -1,6 +1,6 @@
 """The trainer's part of a checkpoint: states of its objects as JSON and arrays, and the seeds of random generators.
 
-No content of it can run code when it is read: values are JSON, arrays are NumPy's own format without pickles.
+Reading it cannot run code: values are JSON, and arrays have NumPy's own format without pickles.
 """
 
 from __future__ import annotations
@@ -43,18 +43,18 @@ class Stateful(Protocol):
     A state is a mapping of texts to numbers, texts, truth values, None, bytes, NumPy arrays, and lists, tuples and
     mappings of these.
 
-    An object with a durable record of its own, such as a ledger, may also have ``go_back(step)``: go on after a step
-    that has no checkpoint. Its state is then in checkpoints only, and is not noted after each step. If it has
-    ``make_durable()``, which returns a future, a checkpoint counts only after this future is done. An object with
-    ``dispensable = True`` begins anew where a checkpoint of an earlier version has no state of it.
+    Some objects have a durable record of their own, such as a ledger. They may define ``go_back(step)``, which
+    continues after a step without a checkpoint; their state is then in checkpoints only, and is not written after each
+    step. If an object has ``make_durable()``, which returns a future, a checkpoint counts only when this future is
+    done. An object with ``dispensable = True`` begins anew if a checkpoint of an earlier version has no state for it.
     """
 
     def state(self) -> Mapping[str, Any]:
-        """All that the object needs to go on as if nothing had happened. The trainer calls it between two steps."""
+        """Everything that the object needs to continue exactly. The trainer calls this between two steps."""
         ...
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go to a state. It may be called at any time, and more than once.
+        """Take over a state. May be called at any time, and more than once.
 
         Raises:
             UsageError: the state is of another kind of object.
@@ -68,7 +68,7 @@ class EncodedState:
 
     Attributes:
         text: JSON, with references to arrays.
-        arrays: an npz file with all arrays of a dtype end to end; empty without arrays.
+        arrays: an npz file with one array per dtype, in which all arrays follow each other; empty without arrays.
     """
 
     text: bytes
@@ -81,10 +81,10 @@ class EncodedState:
 
 
 def encoded(state: Mapping[str, Any]) -> EncodedState:
-    """A state as bytes, which later changes of its objects do not alter.
+    """Encode a state as bytes, which later changes of its objects do not alter.
 
     Raises:
-        UsageError: a value is of a type that a state cannot have; the message names its place.
+        UsageError: a value has a type that a state cannot have; the message says where.
     """
     arrays = _Arrays({}, {})
     text = json.dumps(_plain(state, "state", arrays)).encode()
@@ -96,10 +96,10 @@ def encoded(state: Mapping[str, Any]) -> EncodedState:
 
 
 def decoded(state: EncodedState) -> dict[str, Any]:
-    """The state that was encoded.
+    """Decode a state.
 
     Raises:
-        ValueError: it is no encoded state.
+        ValueError: the bytes are no encoded state.
     """
     arrays: dict[str, np.ndarray[Any, Any]] = {}
     if state.arrays:
@@ -164,12 +164,12 @@ def _whole(value: Any, arrays: Mapping[str, Any]) -> Any:
 
 
 def states_of(parts: Mapping[str, Any]) -> dict[str, Any]:
-    """The states of those objects that have one."""
+    """The states of all objects that are `Stateful`, by name."""
     return {name: dict(part.state()) for name, part in parts.items() if isinstance(part, Stateful)}
 
 
 def has_record(part: Any) -> bool:
-    """True if an object goes on from a record of its own after a step that has no checkpoint."""
+    """True if an object has a record of its own, from which it continues after a step without a checkpoint."""
     return isinstance(part, Stateful) and callable(getattr(part, "go_back", None))
 
 
@@ -207,9 +207,9 @@ def seed_generators(seed: int, step: int, who: Sequence[Any]) -> None:
     and a checkpoint needs no state of generators.
 
     Args:
-        seed: of the run.
-        step: of the run.
-        who: the role, and the rank.
+        seed: the run's seed.
+        step: the step.
+        who: role and rank.
     """
     words = [zlib.crc32(str(one).encode()) for one in who]
     small, large = np.random.SeedSequence([seed, step, *words]).generate_state(2, np.uint64).tolist()
@@ -220,8 +220,8 @@ def seed_generators(seed: int, step: int, who: Sequence[Any]) -> None:
 
 @contextmanager
 def seeded_generators(seed: int, who: Sequence[Any]) -> Iterator[None]:
-    """A block whose random numbers, as in `seed_generators`, are a function of ``seed`` and ``who``. Afterwards the
-    generators go on as if there had been no block."""
+    """A block whose random numbers are a function of ``seed`` and ``who``, as with `seed_generators`. At its end the
+    generators return to their states before it."""
     states = random.getstate(), np.random.get_state()
     devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
     with torch.random.fork_rng(devices=devices):

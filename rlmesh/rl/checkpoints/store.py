@@ -1,4 +1,5 @@
-"""`CheckpointStore`: the checkpoints of a run on disk. Each counts only when the parts of all roles are complete.
+"""`CheckpointStore`: the checkpoints of a run on disk. A checkpoint counts only when the parts of all roles are
+complete.
 
 ::
 
@@ -57,12 +58,13 @@ class RunCheckpoint:
 
     Attributes:
         folder: of all parts.
-        step: the number of finished steps of the run.
-        parts: the roles' sections in it (``actor``, ``critic``), and ``trainer``.
-        files: size and checksum of the files that vouch for the parts, by their paths in the folder.
-        metrics: of the step.
-        settings: of the run, as `rlmesh.rl.checkpoints.changes.described` gives them.
-        position: where the run was in its data: seed, epoch, index of the next prompt in the epoch.
+        step: number of finished steps.
+        parts: names of the parts: the sections of the roles (``actor``, ``critic``) and ``trainer``.
+        files: size and checksum of the index file of each role's part and of all files of the trainer's part, by their
+            paths in the folder.
+        metrics: metrics of the step.
+        settings: settings of the run, in the form of `rlmesh.rl.checkpoints.changes.described`.
+        position: position in the data: seed, epoch, index of the next prompt in the epoch.
     """
 
     folder: Path
@@ -77,7 +79,7 @@ class RunCheckpoint:
         """The folder of a part. The data of a role's part are checked when the engine loads them.
 
         Raises:
-            UsageError: there is no such part, or it is torn or was altered.
+            UsageError: there is no such part, or it is incomplete or was altered.
         """
         if name not in self.parts:
             raise UsageError(f"{self.folder} has no part {name!r}; it has {', '.join(self.parts)}")
@@ -90,7 +92,7 @@ class RunCheckpoint:
         """The states of the trainer's objects.
 
         Raises:
-            UsageError: the part is torn or was altered, or other users can have written it.
+            UsageError: the part is incomplete or was altered, or other users can have written it.
         """
         arrays = self.folder / TRAINER / ARRAYS
         has_arrays = f"{TRAINER}/{ARRAYS}" in self.files
@@ -100,13 +102,13 @@ class RunCheckpoint:
 
 
 class CheckpointStore:
-    """The checkpoints of one run. The trainer alone writes and removes them; the roles write their parts.
+    """The checkpoints of one run. The roles write their parts; only the trainer completes and removes checkpoints.
 
     Args:
-        run_dir: of the run.
-        keep_last: this many of the latest are kept.
-        keep_best: the metric by which the best one is kept too; with ``-`` before it, the smallest value is the best.
-            Empty: only the latest are kept.
+        run_dir: the run directory.
+        keep_last: number of the latest checkpoints that are kept.
+        keep_best: metric of the best checkpoint, which is kept too; with ``-`` before it, the smallest value is the
+            best. Empty: only the latest checkpoints are kept.
     """
 
     def __init__(self, run_dir: Path, *, keep_last: int = 2, keep_best: str = "") -> None:
@@ -125,12 +127,12 @@ class CheckpointStore:
         """Make the checkpoint of a step count, after all roles have written their parts.
 
         Args:
-            roles: the sections of the roles that have one.
-            state: of the trainer.
+            roles: sections of the roles whose parts belong to the checkpoint.
+            state: the trainer's state.
             about: metrics, settings and position, see `RunCheckpoint`.
 
         Raises:
-            OSError: it could not be written; the checkpoints before are as they were.
+            OSError: the checkpoint could not be written; earlier checkpoints are unchanged.
         """
         folder = checkpoint_folder(self.run_dir, step)
         own = folder / TRAINER
@@ -152,7 +154,7 @@ class CheckpointStore:
         write_atomically(folder / FILE, text)
 
     def prune(self) -> None:
-        """Remove what is neither among the latest nor the best."""
+        """Remove all checkpoints but the latest and the best."""
         steps = _complete_steps(self.run_dir)
         kept = {*steps[-self.keep_last :], *filter(None, [self.best_step()])}
         for step in steps:
@@ -160,20 +162,21 @@ class CheckpointStore:
                 self.remove(step)
 
     def best_step(self) -> int:
-        """The complete checkpoint with the best value of ``keep_best``, the earliest of several; 0: none has one."""
+        """The step of the complete checkpoint with the best value of ``keep_best``, the earliest of equal ones; 0:
+        there is none."""
         sign, name = (-1.0, self.keep_best[1:]) if self.keep_best.startswith("-") else (1.0, self.keep_best)
         best, found = 0, -math.inf
         for step in _complete_steps(self.run_dir) if name else ():
             try:
                 value = self.read(step).metrics.get(name)
-            except UsageError:  # refused once somebody reads it
+            except UsageError:  # reading it raises the error
                 continue
             if value is not None and sign * value > found:
                 best, found = step, sign * value
         return best
 
     def remove(self, step: int) -> None:
-        """Remove a checkpoint; it does not count from the first moment on."""
+        """Remove a checkpoint; it stops to count at once."""
         folder = checkpoint_folder(self.run_dir, step)
         (folder / FILE).unlink(missing_ok=True)
         shutil.rmtree(folder, ignore_errors=True)
@@ -186,11 +189,11 @@ class CheckpointStore:
 
 
 def read_checkpoint(folder: Path) -> RunCheckpoint:
-    """A complete checkpoint.
+    """Read a complete checkpoint.
 
     Raises:
-        UsageError: the folder has none, a later version of this library wrote it, its index is torn or was altered, or
-            other users can have written it.
+        UsageError: the folder has none, a later version of this library wrote it, its index is incomplete or was
+            altered, or other users can have written it.
     """
     path = folder / FILE
     _refuse_others(folder, path)
@@ -221,13 +224,13 @@ def _digest(content: Mapping[str, Any]) -> str:
 
 
 def _refuse_others(folder: Path, *files: Path) -> None:
-    """Refuse a folder or its files if other users can have written them. Their checksums need no key."""
+    """Refuse a folder or its files if other users can have written them: anyone can compute matching checksums."""
     # The folder first: if others cannot write to it, nobody replaces a file between check and read.
     for path in (folder, *files):
         try:
-            found = folder.stat() if path is folder else path.lstat()  # the way to the folder may be a link
+            found = folder.stat() if path is folder else path.lstat()  # the path to the folder may contain a link
         except FileNotFoundError:
-            continue  # told by who reads it
+            continue  # reading it raises the error
         if fault := fault_of(path, found):
             raise UsageError(
                 f"the checkpoint {folder} is refused: {fault}. If you trust all who could write there, keep others out "

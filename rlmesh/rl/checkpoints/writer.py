@@ -1,4 +1,4 @@
-"""`CheckpointWriter`: writes a checkpoint of all roles while training goes on. The trainer's side of it."""
+"""`CheckpointWriter`: the trainer's side of writing a checkpoint of all roles while training continues."""
 
 from __future__ import annotations
 
@@ -16,30 +16,30 @@ from rlmesh.rl.checkpoints.store import CheckpointStore
 __all__ = ["CheckpointWriter"]
 
 ANSWER_S = 5.0
-"""Seconds for which a role waits, at a time, until its part is written."""
+"""Seconds that one call of a role waits for its part to be written."""
 PART_S = 3600.0
 """Seconds after which a part that is not written counts as failed."""
 NEXT_S = 600.0
-"""Seconds for which the next checkpoint waits for the one under way; then it is left out, and training goes on."""
+"""Seconds that a checkpoint waits for the one before it; then it is left out, and training continues."""
 
 
 class CheckpointWriter:
     """Begins a checkpoint on the step path, and completes it on a thread of its own.
 
-    The roles copy their state (`begin`), which is the pause of training. They write the copies, with fsync, and the
-    writer waits for them on its thread; only then the checkpoint counts. If a part fails, such as on a full disk, the
-    checkpoint is dropped, the failure is told once, and the checkpoints before stay.
+    The roles copy their state (`begin`); training pauses for this time only. Then they write the copies, with fsync,
+    and the writer's thread waits for them. The checkpoint counts only when all copies are written. If a part fails (the
+    disk may be full), the checkpoint is dropped, the failure is reported once, and earlier checkpoints stay.
 
     Args:
-        store: of the run.
-        roles: gives the models in training: section and members.
+        store: the checkpoints of the run.
+        roles: function that returns section and members of each model in training.
         worker: the trainer's context, for alarms.
         tell: prints a text for people.
 
     Attributes:
-        begun: the step whose checkpoint is begun and not given to `complete` yet; None: none is.
-        failures: the number of checkpoints that failed.
-        pause_s: the time for which the last `begin` kept training waiting, in seconds.
+        begun: the step whose checkpoint has begun, and for which `complete` was not called yet; None: there is none.
+        failures: number of checkpoints that failed.
+        pause_s: seconds for which the last `begin` paused training.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class CheckpointWriter:
         self._closed = threading.Event()
 
     def begin(self, step: int) -> bool:
-        """Let all roles copy the state of a finished step, and begin to write it; false if one cannot.
+        """Let all roles copy the state of a finished step, and begin to write it; False if a role cannot.
 
         Waits for the checkpoint before, if that is still being written.
         """
@@ -69,7 +69,7 @@ class CheckpointWriter:
                 return False
             calls = [role.call("save", step) for _, role in self._roles()]
             if faults := [fault for call in calls for fault in call.result() if fault]:
-                self.store.remove_incomplete(but=step)  # a full disk may have room afterwards
+                self.store.remove_incomplete(but=step)  # this may make room on a full disk
                 self._failed(step, faults[0])
                 return False
             self.begun = step
@@ -83,11 +83,12 @@ class CheckpointWriter:
         """Complete the checkpoint that `begin` began for this step, in the background; does nothing without one.
 
         Args:
-            step: of the run.
+            step: the step.
             state: the states of the trainer's objects after the step.
             about: metrics, settings and position, see `RunCheckpoint`.
-            records: of objects, such as the ledger, that become safe against the death of the machine. The checkpoint
-                counts only afterwards; if one fails, which it tells itself, the checkpoint has all that the run needs.
+            records: futures of objects, such as the ledger, that make their records durable. The checkpoint counts only
+                when all are done. If one fails, its object reports the error, and the checkpoint counts too: it has
+                everything that the run needs.
         """
         if self.begun != step:
             return
@@ -99,7 +100,7 @@ class CheckpointWriter:
         self._thread.start()
 
     def wait(self, timeout_s: float = PART_S) -> bool:
-        """Wait for the checkpoint under way; false if it takes longer."""
+        """Wait for the checkpoint that is being written; False if it takes longer than ``timeout_s``."""
         thread = self._thread
         if thread is not None:
             thread.join(timeout_s)
@@ -109,7 +110,7 @@ class CheckpointWriter:
         return True
 
     def stop(self) -> None:
-        """Stop to wait for roles, which may have ended."""
+        """Stop waiting for roles, which may have ended."""
         self._closed.set()
         self.wait(2 * ANSWER_S)
 
@@ -117,15 +118,15 @@ class CheckpointWriter:
         self, step: int, state: EncodedState, about: Mapping[str, Any], records: Sequence[Future[None]]
     ) -> None:
         try:
-            # Not earlier: a role that restarts reads the latest one, and has read it once it has copied its state.
+            # Not earlier: a role that restarts reads the latest checkpoint, and has done so when it copies its state.
             self.store.prune()
-            self.store.remove_incomplete(but=step)  # parts of a checkpoint that failed fill the disk
+            self.store.remove_incomplete(but=step)  # parts of failed checkpoints would fill the disk
             roles = self._roles()
             for name, role in roles:
                 self._await_part(step, name, role)
             futures.wait(records, NEXT_S)
             self.store.commit(step, [name for name, _ in roles], state, about)
-        except Exception as error:  # on this thread nobody else would tell it
+        except Exception as error:  # nothing else reports errors of this thread
             self._failed(step, str(error) or repr(error))
         else:
             if self._failing:
@@ -143,7 +144,7 @@ class CheckpointWriter:
             raise OSError(faults[0])
 
     def _failed(self, step: int, why: str) -> None:
-        """Tell a failure; of several in a row only the first one."""
+        """Report a failure; of several in a row only the first one."""
         self.failures += 1
         if self._failing:
             return

@@ -22,7 +22,7 @@ def prompt_ids(tokenizer: Any, prompt: str | Sequence[Message], **template: Any)
     Args:
         tokenizer: of transformers.
         prompt: a text, or a list of messages with ``role`` and ``content``.
-        template: further arguments of the template.
+        template: further arguments of the chat template.
 
     Raises:
         UsageError: messages without a template, or a prompt that is neither.

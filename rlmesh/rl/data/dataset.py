@@ -35,7 +35,7 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """Numbers of rows: read, left out since they are too long or empty, and left."""
+    """The numbers of rows that were read, were left out as too long or empty, and are left."""
 
     read: int
     too_long: int
@@ -91,7 +91,7 @@ class RLHFDataset:
                 continue
             try:
                 ids = prompt_ids(tokenizer, row[prompt_key], **(template or {}))
-            except Exception as error:  # the tokenizer's, or that of a template that a user wrote
+            except Exception as error:  # raised by the tokenizer, or by a user's template
                 raise UsageError(f"{self.name}, row {index}: {error}") from error
             if not ids:
                 empty += 1

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from rlmesh.errors import UsageError
+from rlmesh.rl.faults import similar_path
 
 __all__ = ["Row", "expand", "is_data", "read_rows", "write_parquet"]
 
@@ -21,7 +22,7 @@ def expand(files: str | Path | Sequence[str | Path]) -> list[Path]:
     """Expand folders to their data files, in the order of their names; files stay as they are.
 
     Raises:
-        UsageError: a file does not exist, a folder has none that can be read, or a suffix is unknown.
+        UsageError: a file does not exist, a folder has no data file, or a suffix is unknown.
     """
     found: list[Path] = []
     for given in [files] if isinstance(files, (str, Path)) else files:
@@ -32,7 +33,7 @@ def expand(files: str | Path | Sequence[str | Path]) -> list[Path]:
                 raise UsageError(f"the folder {path} has no {', '.join(SUFFIXES)} file")
             found += inside
         elif not path.exists():
-            raise UsageError(f"there is no data file {path}{_similar(path)}")
+            raise UsageError(f"there is no data file {path}{similar_path(path)}")
         elif not is_data(path):
             raise UsageError(f"{path} cannot be read: the suffix must be one of {', '.join(SUFFIXES)}")
         else:
@@ -96,7 +97,7 @@ def _json_lines(path: Path) -> list[Row]:
     rows = []
     opened = gzip.open if path.suffix == ".gz" else open
     try:
-        with opened(path, "rt", encoding="utf-8") as file:
+        with opened(path, "rt", encoding="utf-8-sig") as file:
             for number, line in enumerate(file, 1):
                 if line.strip():
                     rows.append(_mapping(_parsed(line, f"{path}:{number}"), f"{path}:{number}"))
@@ -106,7 +107,10 @@ def _json_lines(path: Path) -> list[Row]:
 
 
 def _json(path: Path) -> list[Row]:
-    whole = _parsed(path.read_text(encoding="utf-8"), str(path))
+    try:
+        whole = _parsed(path.read_text(encoding="utf-8-sig"), str(path))
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"{path} cannot be read: {error}") from error
     if not isinstance(whole, list):
         raise UsageError(f"{path} must hold a list of rows, it holds {type(whole).__name__}")
     return [_mapping(row, f"{path}, row {number}") for number, row in enumerate(whole)]
@@ -126,12 +130,3 @@ def _mapping(row: Any, where: str) -> Row:
     if not isinstance(row, dict):
         raise UsageError(f"{where} must be a row with names, it is {type(row).__name__}")
     return row
-
-
-def _similar(path: Path) -> str:
-    from difflib import get_close_matches
-
-    if not path.parent.is_dir():
-        return f": there is no folder {path.parent}"
-    near = get_close_matches(path.name, [child.name for child in path.parent.iterdir()], 1)
-    return f" (did you mean {near[0]}?)" if near else ""

@@ -57,7 +57,7 @@ class PromptLoader:
     Args:
         data: the prompts.
         batch_size: prompts per step.
-        seed: of the order.
+        seed: seed of the order.
         shuffle: False keeps the order of the data.
 
     Raises:
@@ -110,14 +110,14 @@ class Mixture:
 
     Args:
         data: the data sets.
-        weights: of each, > 0; ``None``: all prompts, each once per epoch.
+        weights: the weight of each set, > 0; ``None``: all prompts, each once per epoch.
         seed: determines which prompts of a larger set an epoch has.
 
     Attributes:
         counts: rows read, left out and left, of all data sets together.
 
     Raises:
-        UsageError: no data set, or another number of weights, or one that is not a positive number.
+        UsageError: there is no data set, or there is not one positive weight for each.
     """
 
     def __init__(self, data: Sequence[Prompts], weights: Sequence[float] | None = None, *, seed: int = 0) -> None:
@@ -167,8 +167,8 @@ def load_prompts(data: Any, tokenizer: Any, *, seed: int = 0, **options: Any) ->
         data: see `RLHFDataset`; or a mapping of files or folders to their weights, such as
             ``{"data/gsm8k/train.parquet": 3, "data/math/train.parquet": 1}``.
         tokenizer: of transformers.
-        seed: of the mixture.
-        options: of `RLHFDataset`.
+        seed: seed of the mixture.
+        options: further arguments of `RLHFDataset`.
 
     Raises:
         UsageError: see `RLHFDataset` and `Mixture`.

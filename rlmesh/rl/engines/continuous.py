@@ -1,6 +1,6 @@
-"""`ContinuousBatch`: responses that are sampled together and end one by one; the next request takes the free slot.
+"""`ContinuousBatch`: samples responses together; when one ends, another request takes its slot.
 
-A batch that waits for its longest response computes rows that have ended: with log-normal lengths, most of its rows
+A batch that waits for its longest response computes rows that have ended: with log-normal lengths, these are most rows
 most of the time. Continuous batching (Yu et al. 2022, "Orca", OSDI) fills a slot as soon as its row has ended. Each row
 has a generator of its own, so its tokens do not depend on the other rows.
 """
@@ -25,8 +25,8 @@ PREFILL_TOKENS = 16_384
 """The most tokens, padding included, of one pass over prompts."""
 
 HELD_STEPS, HELD_SHARE = 8, 16
-"""With graphs, the prompt of a new row takes as long as many steps. So new rows wait until there is one for each 16
-rows that are sampled, or for 8 steps, and are processed together."""
+"""With CUDA graphs, the prompt of a new row takes as long as many steps. So new rows wait until there is one for every
+``HELD_SHARE`` rows that are sampled, but at most ``HELD_STEPS`` steps, and are processed together."""
 
 
 class _Row:
@@ -65,8 +65,9 @@ class ContinuousBatch:
         model: a causal language model of transformers, in eval mode.
         stop_token_ids: tokens that end any response.
         pad: token id of padding.
-        most_rows: rows that are sampled together.
-        graphs: to replay decode passes with; the cache is kept then until `drop`. None: passes run as they are.
+        most_rows: the most rows that are sampled together.
+        graphs: replays decode passes as CUDA graphs; the cache then is kept until `drop`. None: passes run without
+            graphs.
     """
 
     def __init__(
@@ -85,7 +86,7 @@ class ContinuousBatch:
         """Steps that new rows have waited."""
         self._vocabulary = 0
         self._share = True
-        """Process equal prompts once: possible where rows of a cache can be copied to several slots."""
+        """True: equal prompts are processed once. This needs a cache whose rows can be copied to several slots."""
 
     @property
     def rows(self) -> list[Growing]:
@@ -113,12 +114,12 @@ class ContinuousBatch:
         return out
 
     def restart(self) -> None:
-        """Compute the cache anew, since the weights are others."""
+        """Compute the cache anew, since the weights have changed."""
         self._new, self._rows = [*self._rows, *self._new], []
         self.free()
 
     def free(self) -> None:
-        """Free the memory of the cache, if no response needs it, and no graph."""
+        """Free the memory of the cache, if neither a response nor a graph needs it."""
         if not self._rows and (self._graphs is None or not self._graphs.count):
             self._cache = None
 
@@ -130,10 +131,10 @@ class ContinuousBatch:
 
     @torch.no_grad()
     def step(self, version: int) -> list[Growing]:
-        """Sample a token of each response, two of new ones; returns the responses that end.
+        """Sample a token of each response (two of a new one); returns the responses that end.
 
         Args:
-            version: of the weights; after a change of them, call `restart` first.
+            version: version of the weights. After a change of the weights, call `restart` first.
         """
         self._version = version
         ended: list[Growing] = []
@@ -214,7 +215,7 @@ class ContinuousBatch:
 
 
 def _parts(rows: Sequence[_Row]) -> list[list[_Row]]:
-    """Rows of similar lengths, few enough for one pass each."""
+    """Groups of rows with similar lengths, each small enough for one pass."""
     parts: list[list[_Row]] = []
     for row in sorted(rows, key=lambda row: -len(row.growing.context)):
         # The first row of a part is its longest.
@@ -226,7 +227,7 @@ def _parts(rows: Sequence[_Row]) -> list[list[_Row]]:
 
 
 def _draw(rows: Sequence[_Row], logits: Tensor) -> SampledTokens:
-    """A token per row, by the parameters of each."""
+    """Sample a token per row, with each row's own parameters."""
     kinds: dict[tuple[float, ...], list[int]] = {}
     for place, row in enumerate(rows):
         kinds.setdefault(row.kind, []).append(place)

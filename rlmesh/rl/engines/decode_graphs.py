@@ -1,10 +1,10 @@
 """`DecodeGraphs`: decode passes that are recorded as CUDA graphs and replayed.
 
 A pass over one token per row launches over a thousand small kernels. The GPU computes each in microseconds, and waits
-for Python in between. A graph launches them all at once. It can be replayed while all addresses and shapes in it stay
-the same: so inputs and logits have fixed memory, the numbers of rows and of places are rounded up to a few sizes, and
-graphs belong to the addresses of weights and cache that they were recorded with. Weights have two sets of addresses in
-an engine with two buffers.
+for Python in between. A graph launches all of them at once. It can be replayed while all addresses and shapes in it
+stay the same. So inputs and logits have fixed memory, the numbers of rows and of cached tokens are rounded up to a few
+sizes, and graphs belong to the addresses of weights and cache that they were recorded with. In an engine with two
+buffers, weights have two sets of addresses.
 
 A graph is used only if it gives the logits that the same pass gave without it. If recording fails (the model asks the
 GPU for a number during the pass, say), or the logits differ, a warning says so, and passes run without graphs.
@@ -38,10 +38,10 @@ Record = Callable[[Callable[[], Tensor], Tensor, Any], Callable[[], None]]
 RECORD_AT = 2
 """A size is recorded when it is asked for the second time."""
 MOST_ADDRESSES = 2
-"""Sets of addresses whose graphs are kept."""
+"""The number of sets of addresses whose graphs are kept."""
 SAME, SAME_ROUNDINGS = 1e-3, 8
-"""The largest difference between the logits of a graph and of the pass, relative to the largest logit, and in roundings
-of their type if that is more: kernels for other workspaces may add in another order."""
+"""The largest allowed difference between the logits of a graph and of the pass: relative to the largest logit, or in
+roundings of their dtype, whichever is larger. Kernels with other workspaces may add in another order."""
 
 
 def padded_rows(count: int) -> int:
@@ -50,7 +50,8 @@ def padded_rows(count: int) -> int:
 
 
 def padded_width(reach: int) -> int:
-    """The number of places of a graph for ``reach`` places: a multiple of 256, at most a quarter more from 1,024 on."""
+    """The number of cached tokens of a graph for ``reach`` tokens: a multiple of 256; from 1,024 on, at most a quarter
+    more."""
     step = max(256, 1 << max(reach.bit_length() - 3, 0))
     return -(-reach // step) * step
 
@@ -67,14 +68,14 @@ class DecodeGraphs:
     """The graphs of one model. Not thread-safe.
 
     Args:
-        tensors: the weights: graphs belong to their addresses.
-        record: makes the function that replays a pass; tests give another one.
+        tensors: the weights; graphs belong to their addresses.
+        record: makes the function that replays a pass; for tests.
     """
 
     def __init__(self, tensors: Iterable[Tensor], record: Record | None = None) -> None:
         self._tensors, self._record = list(tensors), record or record_on_gpu
         self._by_addresses: dict[tuple[Any, ...], _GraphsOfAddresses] = {}
-        """The addresses used last are at the end."""
+        """Graphs by addresses, the addresses that were used last at the end."""
         self._inputs: dict[int, Tensor] = {}
         self._logits: dict[int, Tensor] = {}
         self._pool: Any = None
@@ -93,13 +94,13 @@ class DecodeGraphs:
         self._pool = None
 
     def run(self, compute: Compute, inputs: Tensor, size: tuple[int, int], memory: Sequence[Tensor]) -> Tensor | None:
-        """The logits of a pass by a graph. None: there is no graph of this size yet; the pass has not run.
+        """Replay a pass and return its logits. None: there is no graph of this size yet, and the pass was not computed.
 
         Args:
             compute: the pass.
             inputs: ``[n, rows]`` of integers, on the host; further columns are 0.
-            size: rows and places of the pass.
-            memory: of the cache.
+            size: rows and cached tokens of the pass.
+            memory: tensors of the cache.
 
         Returns:
             ``[rows, vocabulary]``, valid until the next pass.
@@ -171,11 +172,11 @@ def record_on_gpu(compute: Callable[[], Tensor], logits: Tensor, pool: Any) -> C
     stream, current = _side_stream(device), torch.cuda.current_stream(device)
     stream.wait_stream(current)
     with torch.cuda.stream(stream):
-        logits.copy_(compute())  # libraries make what they need on a stream
+        logits.copy_(compute())  # libraries allocate what they need on the stream
     current.wait_stream(stream)
     torch.cuda.synchronize(device)
     graph = torch.cuda.CUDAGraph()
-    # A workspace of cuBLAS that is used by a graph must be the graph's own: another thread may free the common ones.
+    # A graph needs its own workspace of cuBLAS: another thread may free the common ones.
     clear_workspaces()
     try:
         with _no_collection(), torch.cuda.stream(stream):
@@ -186,7 +187,7 @@ def record_on_gpu(compute: Callable[[], Tensor], logits: Tensor, pool: Any) -> C
             finally:
                 graph.capture_end()
     except BaseException:
-        # Torch goes on to allocate from the graph's memory if the recording was broken off.
+        # After a failed recording, torch would continue to allocate from the graph's memory.
         end = getattr(torch._C, "_cuda_endAllocateToPool", None)
         if end is not None:
             with suppress(RuntimeError):
@@ -199,7 +200,8 @@ def record_on_gpu(compute: Callable[[], Tensor], logits: Tensor, pool: Any) -> C
 
 @cache
 def _side_stream(device: torch.device) -> Any:
-    """A stream for recording, which the default stream cannot do. Its memory is kept by torch, so one must do."""
+    """The stream for recording, since the default stream cannot record. Torch keeps its memory, so all graphs share
+    it."""
     return torch.cuda.Stream(device)
 
 

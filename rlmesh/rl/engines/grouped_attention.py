@@ -1,8 +1,8 @@
 """Attention of one token per row over cached keys, for models in which several query heads share a key head.
 
-Not all versions of transformers avoid to repeat the keys and values for each query head here: for 128 rows of 700
-tokens and seven query heads per key head, that is 8 GB of copies per token. Instead, the query heads of a key head are
-taken as that many queries of one head, which attend to the same keys.
+Some versions of transformers copy keys and values for each query head: for 128 rows of 700 tokens and seven query heads
+per key head, that is 8 GB of copies per token. Here the query heads of a key head become several queries of one head,
+which attend to the same keys.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ NAME = "rlmesh_grouped"
 
 
 def use_grouped_attention(model: Any) -> None:
-    """Let a model that has torch's attention use `grouped_attention`; another model stays as it is."""
+    """Let a model with torch's attention use `grouped_attention`; other models are not changed."""
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 

@@ -1,6 +1,6 @@
-"""`Growing`: an unfinished response, sampled in one stretch or several. No I/O.
+"""`Growing`: an unfinished response, sampled in one or several stretches. No I/O.
 
-A stretch is a run of tokens that one version samples without interruption. To continue a response after a push, an
+A stretch is a sequence of tokens that one version samples without interruption. To continue a response after a push, an
 engine ends its request and starts another one, whose prompt includes the tokens so far: `context` is that prompt, and
 `left` the number of tokens that may still come.
 """
@@ -21,7 +21,7 @@ Decode = Callable[[Sequence[int]], str]
 
 
 def decoder(tokenizer: Any) -> Decode:
-    """The text of token ids as a tokenizer of transformers sees it, special tokens included."""
+    """A function that decodes token ids with a tokenizer of transformers, special tokens included."""
 
     def decode(tokens: Sequence[int]) -> str:
         text: str = tokenizer.decode(list(tokens), skip_special_tokens=False, clean_up_tokenization_spaces=False)
@@ -31,10 +31,10 @@ def decoder(tokenizer: Any) -> Decode:
 
 
 def completes(tokens: Sequence[int], stop: Sequence[str], decode: Decode) -> bool:
-    """True if the last token completes one of the texts.
+    """True if the last token completes one of the stop texts.
 
-    A token has at least one byte of text, so only as many of the last tokens are decoded as the longest text has bytes,
-    and some for the rest of a character.
+    A token has at least one byte of text. So it is enough to decode as many of the last tokens as the longest stop text
+    has bytes, and a few more for an incomplete character.
     """
     if not stop or not tokens:
         return False
@@ -48,14 +48,15 @@ class Growing:
 
     Args:
         prompt: the prompt's token ids.
-        params: of the request.
+        params: parameters of the request.
         row: index of the response in the request.
-        decode: for the stop texts of the request.
-        on_tokens: gets the tokens that are added.
+        decode: decodes tokens, for the stop texts of the request.
+        on_tokens: called with the tokens that are added.
     """
 
     sampled: ClassVar[int] = 0
-    """About as many tokens as all responses of this process got so far: a number that stands still when they do."""
+    """Approximate number of tokens that all responses of this process have got: it stops to grow when sampling
+    stops."""
 
     def __init__(
         self, prompt: Sequence[int], params: SamplingParams, row: int = 0, decode: Decode | None = None,
@@ -96,10 +97,10 @@ class Growing:
     def add(
         self, tokens: Sequence[int], log_probs: Sequence[float], version: int, kept_log_mass: Sequence[float] = ()
     ) -> None:
-        """Append tokens that ``version`` sampled. A stop text ends the response: later tokens are dropped.
+        """Append tokens that ``version`` sampled. A stop text ends the response, and later tokens are dropped.
 
         Args:
-            kept_log_mass: of each token, if the request truncates the distribution; see `Sample`.
+            kept_log_mass: a number per token, if the request truncates the distribution; see `Sample`.
         """
         if self.finish_reason is not None:
             return

@@ -1,17 +1,17 @@
-"""`LoraOptions`: low-rank adapters, trained in place of a model's weights. peft makes and computes them.
+"""`LoraOptions`: low-rank adapters, which are trained in place of a model's weights. peft makes and computes them.
 
 An adapted layer computes ``W x + (alpha / rank) · B A x``; W is frozen, and B is 0 at the beginning, so training begins
 with the model itself (Hu et al. 2021, arXiv:2106.09685). Trainer and rollout engine add the same adapter to the same
-base model; a push then has the adapters only.
+base model, so a push contains the adapter only.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any
 
 from rlmesh.errors import UsageError
+from rlmesh.rl.faults import did_you_mean
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -20,7 +20,7 @@ __all__ = ["LoraOptions", "add_adapter", "base_model_of", "base_sums", "require_
 
 ALL_LINEAR = "all-linear"
 SAME_BASE = 1e-6
-"""The largest difference between two sums of the same weight, relative to the sum of its magnitudes: devices add in
+"""The largest allowed difference between two sums of a weight, relative to the sum of its magnitudes: devices add in
 different orders."""
 
 
@@ -29,11 +29,11 @@ class LoraOptions:
     """The settings of an adapter. Dropout is not among them: with it, the ratio of two equal policies would not be 1.
 
     Attributes:
-        rank: of the matrices A ``[rank, in]`` and B ``[out, rank]``, ≥ 1.
+        rank: rank of the matrices A ``[rank, in]`` and B ``[out, rank]``, ≥ 1.
         alpha: the adapter is scaled by ``alpha / rank``; None: ``2 · rank``.
         target_modules: names, or ends of names, of the linear layers with an adapter; ``"all-linear"``: all but the
             head.
-        seed: determines the initial values of A: the same ones on every rank and engine.
+        seed: seed of the initial values of A, which are equal on every rank and engine.
 
     Raises:
         UsageError: lists the settings that are out of range.
@@ -66,8 +66,8 @@ class LoraOptions:
 
 
 def add_adapter(model: nn.Module, options: LoraOptions) -> nn.Module:
-    """Add an adapter to a causal language model of transformers, in place; returns peft's wrapper, in which the
-    adapter's parameters are the only ones that are trained.
+    """Add an adapter to a causal language model of transformers, in place; returns peft's wrapper, in which only the
+    adapter's parameters are trained.
 
     Raises:
         UsageError: peft is not installed, the model has an adapter already, or a target does not exist or is the head.
@@ -107,9 +107,8 @@ def _check_targets(model: nn.Module, targets: str | tuple[str, ...], linear: set
         found = [name for name in linear if name == target or name.endswith(f".{target}")]
         if not found:
             known = sorted({name.rpartition(".")[2] for name in linear})
-            near = get_close_matches(target, known, 1)
-            hint = f"did you mean {near[0]!r}?" if near else f"the linear layers are {', '.join(known)}"
-            faults.append(f"the model has no linear layer {target!r}; {hint}")
+            hint = did_you_mean(target, known, f"; the linear layers are {', '.join(known)}")
+            faults.append(f"the model has no linear layer {target!r}{hint}")
         elif head is not None and any(model.get_submodule(name) is head for name in found):
             faults.append(f"{target!r} is the head, which cannot have an adapter: packed passes use its weight")
     if faults:
@@ -117,14 +116,14 @@ def _check_targets(model: nn.Module, targets: str | tuple[str, ...], linear: set
 
 
 def base_model_of(model: nn.Module) -> Any:
-    """The model of transformers inside peft's wrapper, with adapters in its layers; any other model as it is."""
+    """The model of transformers inside peft's wrapper, with adapters in its layers; a model without wrapper itself."""
     wrapped: Any = model
     return wrapped.get_base_model() if hasattr(model, "peft_config") and hasattr(model, "get_base_model") else model
 
 
 def base_sums(model: nn.Module) -> Tensor:
-    """Two sums of each frozen weight, ``[weights, 2]`` in float64: of its values, and of their magnitudes. A checkpoint
-    of an adapter recognises its base model by them."""
+    """Two sums of each frozen weight, ``[weights, 2]`` in float64: the sum of its values, and of their magnitudes. With
+    them, a checkpoint of an adapter recognises its base model."""
     import torch
 
     with torch.no_grad():
@@ -140,8 +139,8 @@ def require_same_base(mine: Tensor, saved: Tensor, where: object) -> None:
     """Check that an adapter was trained on this base model.
 
     Args:
-        mine: the `base_sums` of the model here.
-        saved: those in the checkpoint.
+        mine: the `base_sums` of this model.
+        saved: the `base_sums` in the checkpoint.
         where: the checkpoint's folder, for the error.
 
     Raises:

@@ -1,4 +1,4 @@
-"""`PendingSample`: a response that somebody waits for, and that can be given up."""
+"""`PendingSample`: a requested response, whose caller may give it up."""
 
 from __future__ import annotations
 
@@ -12,14 +12,15 @@ __all__ = ["GivenUp", "PendingSample", "SampleFuture"]
 
 
 class GivenUp:
-    """True while requests were given up that the engine has not dropped yet."""
+    """A flag that is set while the engine still has requests that were given up."""
 
     def __init__(self) -> None:
         self.some = False
 
 
 class SampleFuture(Future[Sample]):
-    """A response to come, which says when it is given up: asking each of many futures at each token takes long."""
+    """The future of a response, which sets a flag when it is cancelled: checking all futures at each token would be
+    slow."""
 
     def __init__(self, given_up: GivenUp) -> None:
         super().__init__()
@@ -33,7 +34,7 @@ class SampleFuture(Future[Sample]):
 
 @dataclass(eq=False)
 class PendingSample:
-    """A response that somebody waits for."""
+    """A requested response and its future."""
 
     growing: Growing
     future: Future[Sample]

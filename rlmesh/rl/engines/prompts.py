@@ -1,4 +1,4 @@
-"""Checks of an engine's inputs, before anything is sampled, by what the model has. No I/O."""
+"""Checks of an engine's inputs before sampling: prompts against the model's vocabulary, and parameters. No I/O."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ def checked_rows(rows: object, vocabulary: int | None, *, what: str) -> list[lis
 
     Args:
         rows: lists, tuples, arrays or tensors of whole numbers.
-        vocabulary: ids are below it; None: unknown.
+        vocabulary: number of tokens, which ids must be below; None: unknown.
         what: "prompt" or "sequence", for the text of the error.
 
     Raises:
-        UsageError: rows are no lists of token ids; names these rows and their faults.
+        UsageError: rows are no lists of token ids; the message names these rows and their faults.
     """
     given = rows.tolist() if hasattr(rows, "tolist") else rows
     if isinstance(given, str | bytes | dict) or not isinstance(given, Iterable):
@@ -42,7 +42,7 @@ def checked_rows(rows: object, vocabulary: int | None, *, what: str) -> list[lis
 
 
 def _checked(row: Any, vocabulary: int | None) -> tuple[list[int], str]:
-    """The tokens of a row, and its fault."""
+    """The tokens of a row, and its fault (empty: none)."""
     if hasattr(row, "tolist"):
         row = row.tolist()
     if isinstance(row, str | bytes | dict) or not isinstance(row, Sequence):
@@ -70,8 +70,10 @@ def _checked(row: Any, vocabulary: int | None) -> tuple[list[int], str]:
 
 
 def checked_params(params: object, *, can_decode: bool = True) -> SamplingParams:
-    """Raises:
-    UsageError: these are no `SamplingParams`, or they have stop texts for an engine that cannot decode.
+    """Check the parameters of a request, and return them.
+
+    Raises:
+        UsageError: these are no `SamplingParams`, or they have stop texts and the engine cannot decode.
     """
     if not isinstance(params, SamplingParams):
         raise UsageError(f"params are SamplingParams(max_tokens=…), not {params!r:.80} ({_type(params)})")
@@ -92,7 +94,7 @@ def vocabulary_of(model: Any) -> int | None:
 
 
 def end_tokens(model: Any) -> list[int]:
-    """The tokens that end a response, of the model's configuration."""
+    """The tokens that end a response, from the model's configuration."""
     for config in (getattr(model, "generation_config", None), getattr(model, "config", None)):
         ends = getattr(config, "eos_token_id", None)
         if ends is not None:

@@ -7,8 +7,8 @@
     …
     samples = engine.generate(prompts, SamplingParams(max_tokens=64))
 
-An engine never samples with weights that are absent, half written or of an unknown version: `generate` raises
-`WeightsNotReady` then. Every sample has the version of each of its tokens.
+An engine never samples with weights that are missing, half written or of an unknown version: `generate` then raises
+`WeightsNotReady`. Every sample tells the version of each of its tokens.
 
 docs/writing-an-engine.md explains how to write an engine. The module has no torch.
 """
@@ -28,18 +28,19 @@ __all__ = ["FinishReason", "OnTokens", "PauseMode", "RolloutEngine", "Sample", "
 
 PauseMode = Literal["abort", "wait", "keep"]
 """The treatment of running requests in a pause. ``abort``: they end at once. ``wait``: the pause begins when they have
-ended. ``keep``: they stop, and continue after the pause, with the weights of that time."""
+ended. ``keep``: they stop, and continue after the pause with the weights that the engine then has."""
 
 FinishReason = Literal["stop", "length", "time", "abort"]
-"""``stop``: an end token, which is the last of the tokens. ``length``: ``max_tokens``. ``time``: ``time_limit_s``.
-``abort``: a pause."""
+"""The reason for the end of a response. ``stop``: an end token, which is its last token. ``length``: ``max_tokens``.
+``time``: ``time_limit_s``. ``abort``: a pause."""
 
 SleepLevel = Literal[1, 2]
-"""1: weights are moved to the host, caches are dropped. 2: weights are dropped too, and must be pushed again."""
+"""The depth of sleep. 1: weights are moved to the host, and caches are dropped. 2: weights are dropped too, and must be
+pushed again."""
 
 OnTokens = Callable[[Sequence[int], Sequence[float]], None]
-"""Takes the next tokens of a response and their log-probabilities. Called on a thread of the engine: it must not block
-or raise."""
+"""A function that is called with the next tokens of a response and their log-probabilities, on a thread of the engine.
+It must not block or raise."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,12 +56,12 @@ class SamplingParams:
         seed: makes a call reproducible: the same weights, prompts and parameters give the same samples, unless a pause
             (or, with vLLM, another request) interferes. None: different samples each time.
         min_p: only tokens with at least this share of the likeliest token's probability, in [0, 1) (Nguyen et al. 2024,
-            arXiv:2407.01082); before top_k and top_p.
+            arXiv:2407.01082); it applies before top_k and top_p.
         repetition_penalty: > 0; logits of tokens in prompt or response are divided by it if positive, else multiplied
             (Keskar et al. 2019, arXiv:1909.05858). 1: none.
-        presence_penalty, frequency_penalty: in [-2, 2]; subtracted from the logit of each token of the response, once
-            and as often as the token occurs. Penalties come before the temperature. A policy that is sampled with them
-            is another policy than the trainer's: correct its samples (:mod:`rlmesh.rl.correction`).
+        presence_penalty, frequency_penalty: in [-2, 2]; subtracted from the logits of the response's tokens: once per
+            token, and once per occurrence. Penalties come before the temperature. A policy that is sampled with them is
+            another policy than the trainer's: correct its samples (:mod:`rlmesh.rl.correction`).
         stop: texts that end a response, with the token that completes one. The engine needs a tokenizer for them.
         time_limit_s: seconds, from its first token on, after which a response ends with the tokens that it has; None:
             no limit. Pauses count.
@@ -103,12 +104,12 @@ class SamplingParams:
 
     @property
     def truncates(self) -> bool:
-        """True if tokens are left out of the distribution."""
+        """True if top_k, top_p or min_p leave tokens out of the distribution."""
         return self.temperature > 0 and (self.top_k > 0 or self.top_p < 1 or self.min_p > 0)
 
     @property
     def penalises(self) -> bool:
-        """True if the distribution depends on the tokens so far by more than the model."""
+        """True if there are penalties for the tokens so far."""
         return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
 
 
@@ -140,7 +141,7 @@ class Sample:
         cls, prompt_token_ids: Sequence[int], token_ids: Sequence[int], log_probs: Sequence[float], version: int,
         finish_reason: FinishReason = "stop",
     ) -> Sample:  # fmt: skip
-        """A sample whose tokens are all of one version."""
+        """Make a sample whose tokens all have one version."""
         spans = VersionSpans()
         spans.add(version, len(token_ids))
         return cls(list(prompt_token_ids), list(token_ids), list(log_probs), finish_reason, spans.spans)
@@ -168,7 +169,7 @@ class RolloutEngine(Protocol):
 
     Attributes:
         pause_modes: the supported pause modes.
-        gate: holds the version, and lets requests in. ``sink`` has the same gate as an attribute.
+        gate: keeps the version, and admits requests. ``sink`` has the same gate as an attribute.
     """
 
     pause_modes: frozenset[PauseMode]
@@ -181,7 +182,7 @@ class RolloutEngine(Protocol):
 
     @property
     def version(self) -> int | None:
-        """The version of the weights that are served; None: no weights are."""
+        """The version of the weights that the engine serves; None: it serves none."""
         ...
 
     def generate(
@@ -190,11 +191,11 @@ class RolloutEngine(Protocol):
         """One sample per prompt, in order. While the engine is paused, new requests wait.
 
         Raises:
-            UsageError: a prompt is empty, or has ids that the model has no embedding for; names the row. Or stop texts
-                are given, and the engine has no tokenizer. Nothing was sampled.
-            WeightsNotReady: there are no weights of a known version, the engine sleeps, or a push that failed during
-                the call destroyed the weights.
-            TimeoutError: it took longer than ``timeout_s``; the samples are given up.
+            UsageError: a prompt is empty or has ids without an embedding in the model (the message names the row), or
+                stop texts are given and the engine has no tokenizer. Nothing was sampled.
+            WeightsNotReady: the engine has no weights of a known version, sleeps, or lost its weights by a push that
+                failed during the call.
+            TimeoutError: the call took longer than ``timeout_s``; the samples are given up.
         """
         ...
 
@@ -206,10 +207,10 @@ class RolloutEngine(Protocol):
         sampled together. ``cancel()`` gives a request up.
 
         Args:
-            timeout_s: limit for the wait until the request is let in, while the engine is paused or takes weights; for
-                the sample, wait with ``result(timeout)``.
-            on_tokens: gets the tokens as they are sampled, before the future has the sample. vLLM's engine with a loop
-                of its own gives all tokens of a stretch at once, at its end.
+            timeout_s: limit for the wait until the request is admitted, while the engine is paused or receives weights.
+                To limit the wait for the sample, use ``result(timeout)``.
+            on_tokens: gets the tokens as they are sampled, before the future has the sample. `AsyncVllmEngine` passes
+                all tokens of a stretch at once, at its end.
 
         Raises:
             UsageError, WeightsNotReady: as for `generate`, at once.
@@ -236,7 +237,7 @@ class RolloutEngine(Protocol):
         ...
 
     def resume(self) -> None:
-        """Let requests in, and continue the kept requests."""
+        """Admit requests again, and continue the kept ones."""
         ...
 
     def sleep(self, level: SleepLevel = 1) -> None:

@@ -1,4 +1,4 @@
-"""Tokens from logits: penalties, temperature, min-p, top-k, top-p. Only the random generators have a state."""
+"""Sampling of tokens from logits: penalties, temperature, min-p, top-k, top-p. Only random generators have a state."""
 
 from __future__ import annotations
 
@@ -100,9 +100,9 @@ def draw(
 ) -> SampledTokens:
     """Sample one token per row.
 
-    The token is that with the largest ``log p + Gumbel noise``, which has the distribution p (Maddison et al. 2014,
-    arXiv:1411.0030) and needs no cumulative sums. Rounding hardly ever changes it: a row with a generator of its own
-    gets the same token in any batch. At temperature 0 it is the likeliest token.
+    The token with the largest ``log p + Gumbel noise`` has the distribution p (Maddison et al. 2014, arXiv:1411.0030);
+    this needs no cumulative sums. Rounding hardly ever changes it: a row with a generator of its own gets the same
+    token in any batch. At temperature 0 it is the likeliest token.
 
     Args:
         logits: ``[batch, vocabulary]``, with penalties applied.

@@ -1,4 +1,4 @@
-"""`SleepingSink`: takes weights into a module, and frees their memory while the engine sleeps."""
+"""`SleepingSink`: receives weights into a module, and frees their memory while the engine sleeps."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ __all__ = ["SleepingSink"]
 class SleepingSink(ModuleSink):
     """A module's sink that shares the engine's gate, and frees the memory while the engine sleeps.
 
-    With ``lora`` it takes the adapter only. The base model, which no push brings, is never dropped: it is moved to the
-    host at both levels of sleep.
+    With ``lora`` it receives the adapter only. No push brings the base model, so it is never dropped: both levels of
+    sleep move it to the host.
     """
 
     def __init__(self, model: nn.Module, mode: Any, gate: VersionGate, *, lora: bool) -> None:
         super().__init__(model, mode, lora="adapter" if lora else "")
         self.gate = gate
         self.changes = 0
-        """The number of times that the weights in use have changed."""
+        """Number of changes of the weights in use."""
         taken = {id(tensor) for same in self._targets.values() for tensor in same}
         every = (*model.parameters(), *model.buffers())
         self._base = [tensor for tensor in every if lora and id(tensor) not in taken]
@@ -77,7 +77,7 @@ class SleepingSink(ModuleSink):
 
     def rooms(self, entries: Sequence[Any], *, keep: bool) -> Sequence[Tensor | None]:
         found = super().rooms(entries, keep=keep)
-        # The receiver writes these entries into their rooms directly, so stage() never sees them: they have arrived.
+        # The receiver writes these entries directly into the buffers, so stage() never sees them: they have arrived.
         written = (entry for entry, room in zip(entries, found, strict=True) if room is not None)
         self._missing -= {owner for entry in written if (owner := self._owner(entry)) is not None}
         return found

@@ -1,7 +1,7 @@
-"""Key-value caches of a batch whose rows come and go: `SlotCache`, and `WholeCache` for models with other caches.
+"""Key-value caches for a batch whose rows come and go: `SlotCache`, and `WholeCache` for models with other caches.
 
-A slot holds the keys and values of one row at ``[start, end)`` of its memory, so that rows of any length lie side by
-side, and a row takes the slot of another without a copy of the rest.
+A slot holds the keys and values of one row at ``[start, end)`` of its memory. So rows of any length are side by side,
+and a new row takes a free slot without a copy of the other rows.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ class BatchCache(Protocol):
     """Keys and values of the rows of a batch, one slot for each.
 
     Attributes:
-        can_join: true if rows may come while others are under way.
+        can_join: True if rows may join while others are being sampled.
     """
 
     can_join: bool
 
     def put(self, slots: Sequence[int], cache: Any, rows: Sequence[int], pads: Sequence[int]) -> None:
-        """Take rows of a prefilled cache (padded on the left by ``pads`` tokens) into slots."""
+        """Copy rows of a prefilled cache (padded on the left by ``pads`` tokens) into slots."""
         ...
 
     def move(self, source: int, target: int) -> None:
@@ -42,7 +42,7 @@ class BatchCache(Protocol):
         ...
 
     def decode(self, model: Any, tokens: Sequence[int], name: str) -> Tensor:
-        """Process one token of each of the first slots; returns logits ``[slots, vocabulary]`` of the next tokens."""
+        """Process a token for each of the first slots; returns logits ``[slots, vocabulary]`` of the next tokens."""
         ...
 
 
@@ -67,7 +67,7 @@ def prefill(
 
 
 def cache_for(model: Any, cache: Any, graphs: DecodeGraphs | None = None) -> BatchCache:
-    """The cache of a batch, by what the model's own cache is: rows can join where all layers keep all keys."""
+    """The cache of a batch, depending on the model's own cache: rows can join if all layers keep all keys."""
     plain = type(cache) is DynamicCache and all(type(layer) is DynamicLayer for layer in cache.layers)
     config = getattr(base_model_of(model), "config", None)
     # The mask of four dimensions that slots need is one of torch's attention.
@@ -80,7 +80,7 @@ class _SlotLayer(DynamicLayer):
 
     def __init__(self, owner: SlotCache) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        # The owner has its layers: without a cycle, their memory is free as soon as the owner is given up.
+        # A weak reference to the owner avoids a cycle, so the memory is freed together with the owner.
         self.owner: SlotCache = weakref.proxy(owner)
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
@@ -96,11 +96,11 @@ class _SlotLayer(DynamicLayer):
 
 
 class SlotCache:
-    """Slots for the layers of a model whose layers keep the keys and values of all tokens.
+    """Slots for a model whose layers keep the keys and values of all tokens.
 
     Args:
-        layers: their number.
-        graphs: to replay passes with; None: each pass runs as it is.
+        layers: number of layers.
+        graphs: replays passes as CUDA graphs; None: passes run without graphs.
     """
 
     can_join = True
@@ -113,9 +113,9 @@ class SlotCache:
         self._stacks: list[Tensor] = []
         """The memory of all layers, ``[layers, slots, heads, width, head]``."""
         self.reach = 0
-        """The width of what attention reads: the end of the longest row."""
+        """The number of cached tokens that attention reads: the end of the longest row."""
         self.rows = self.ends = torch.zeros(0, dtype=torch.long)
-        """Indices of the rows, and the places of their new tokens."""
+        """Indices of the rows, and the indices of their new tokens in the slots."""
 
     def put(self, slots: Sequence[int], cache: Any, rows: Sequence[int], pads: Sequence[int]) -> None:
         width = cache.layers[0].keys.shape[2]
@@ -129,7 +129,7 @@ class SlotCache:
             mine.values[at, :, :width] = theirs.values[of]  # type: ignore[index]
 
     def _reserve(self, slots: int, width: int, like: Sequence[Any]) -> None:
-        """Make room for this many slots and places, with the heads of ``like``."""
+        """Allocate this many slots of this width, with the heads of ``like``."""
         self._spans += [[0, 0] for _ in range(slots - len(self._spans))]
         have = (0, 0) if not self._stacks else (self._stacks[0].shape[1], self._stacks[0].shape[3])
         if slots <= have[0] and width <= have[1]:
@@ -173,12 +173,12 @@ class SlotCache:
         return logits[:count]
 
     def _replayed(self, model: Any, inputs: Tensor, reach: int, name: str) -> Tensor | None:
-        """The logits by a graph; None if there is none."""
+        """The logits of a pass that a graph replays; None if there is no graph."""
         graphs = self._graphs
         if graphs is None or not graphs.works:
             return None
         rows, width = padded_rows(inputs.shape[1]), padded_width(reach)
-        # Slots beyond the rows are free: a pass may write to their first place, and attends to nothing else there.
+        # Slots beyond the rows are free: a pass may write to their first token, and attends to no other one there.
         self._reserve(rows, width, self._layers)
         return graphs.run(lambda padded: self._pass(model, padded, width, name), inputs, (rows, width), self._stacks)
 
@@ -186,8 +186,8 @@ class SlotCache:
         """Process a token per row.
 
         Args:
-            inputs: ``[3, rows]``: the tokens, and the span of each row before them.
-            width: of the places that attention reads.
+            inputs: ``[3, rows]``: the tokens, and the start and end of each row before them.
+            width: number of cached tokens that attention reads.
         """
         ids, starts, ends = inputs
         self.reach, self.rows, self.ends = width, torch.arange(len(ids), device=ids.device), ends
@@ -205,8 +205,8 @@ class SlotCache:
 
 
 class WholeCache:
-    """The model's own cache, for sliding windows, recurrent layers and others: rows begin together, and a row that has
-    ended stays in the batch until all have."""
+    """The model's own cache, for sliding windows, recurrent layers and others. All rows begin together, and a finished
+    row stays in the batch until all have finished."""
 
     can_join = False
 

@@ -1,9 +1,9 @@
 """`TransformersEngine`: a rollout engine that needs only torch and transformers, and no GPU.
 
-It samples token by token, with a key-value cache. All requests are sampled together by one thread, which lives as long
-as there are requests: a response that ends makes room for the next (`rlmesh.rl.engines.continuous`). The ``pause_mode``
-decides what running requests do when weights come: they end (``abort``), they continue with the new weights and a
-recomputed cache (``keep``), or the new weights wait until they have ended (``wait``).
+It samples token by token, with a key-value cache. One thread samples all requests together; it exists as long as there
+are requests. When a response ends, the next request takes its place (`rlmesh.rl.engines.continuous`). The
+``pause_mode`` decides about running requests when weights arrive: they end (``abort``), they continue with the new
+weights and a recomputed cache (``keep``), or the new weights wait until the requests have ended (``wait``).
 
 The switch to new weights (the *flip*) needs the engine's version gate (`rlmesh.VersionGate`) for itself. With ``abort``
 and ``keep`` the engine holds the gate for one token at a time, so a flip happens between two tokens; with ``wait`` it
@@ -36,10 +36,10 @@ from rlmesh.rl.engines.prompts import checked_params, checked_rows, end_tokens, 
 from rlmesh.rl.engines.rollout import OnTokens, PauseMode, Sample, SamplingParams, SleepLevel
 from rlmesh.rl.engines.sleeping_sink import SleepingSink
 
-__all__ = ["TransformersEngine", "sample_batch"]
+__all__ = ["TransformersEngine"]
 
 GATE_S = 0.2
-"""Seconds after which a wait for the gate is interrupted, to look for requests that were given up."""
+"""Seconds after which a wait for the gate is interrupted, to check for requests that were given up."""
 CLOSE_S = 60.0
 """Seconds that `TransformersEngine.close` waits for the thread that samples."""
 
@@ -49,22 +49,22 @@ class TransformersEngine:
 
     Args:
         model: a causal language model of transformers, in eval mode, on a CPU or a GPU.
-        pad_token_id: padding of shorter prompts; masked, so any existing token will do.
-        stop_token_ids: tokens that end a response. None: those of the model's configuration.
-        tokenizer: for stop texts (`SamplingParams.stop`); has ``decode``.
-        pause_mode: what running requests do when weights come; see the module.
-        mode: where new weights are written: ``double_buffer``: to a second set; ``in_place``: over those in use.
+        pad_token_id: padding of shorter prompts; it is masked, so any existing token will do.
+        stop_token_ids: tokens that end a response; None: the end tokens of the model's configuration.
+        tokenizer: an object with ``decode``, for stop texts (`SamplingParams.stop`).
+        pause_mode: treatment of running requests when weights arrive; see the module.
+        mode: ``double_buffer``: new weights are written to a second buffer. ``in_place``: they overwrite the weights in
+            use.
         version: the version of the model's current weights; None: serve nothing before the first push.
-        max_batch: responses that are sampled together; further requests wait for a free slot.
-        keep_cache: with ``pause_mode="keep"``, responses go on with the keys and values that earlier weights computed,
-            instead of computing them anew (in-flight weight updates; Piché et al. 2025, arXiv:2509.19128). The
-            log-probabilities of a sample are always those that its tokens were drawn with.
-        lora: the options of the trainer's adapter: the engine adds such an adapter to the model, and takes the
-            adapter's tensors only. The adapter is computed beside the weights, which stay as they are, so that pushes
-            leave no rounding behind.
-        cuda_graphs: on a GPU, record passes as CUDA graphs and replay them, so that the GPU does not wait for Python;
-            the engine keeps its cache while it is idle then. A model whose passes cannot be recorded, which a warning
-            says, is computed without graphs. Graphs leave hooks of modules out.
+        max_batch: the most responses that are sampled together; further requests wait for a free slot.
+        keep_cache: with ``pause_mode="keep"``, responses continue with the keys and values that earlier weights
+            computed, instead of computing them anew (in-flight weight updates; Piché et al. 2025, arXiv:2509.19128).
+            The log-probabilities of a sample are always those that its tokens were drawn with.
+        lora: the options of the trainer's adapter. The engine adds such an adapter to the model, and receives the
+            adapter's tensors only. The adapter is not merged into the weights, so pushes cause no rounding of these.
+        cuda_graphs: on a GPU, record passes as CUDA graphs and replay them, so that the GPU does not wait for Python.
+            The engine then keeps its cache while it is idle. If passes cannot be recorded, a warning says so, and they
+            run without graphs. Hooks of modules do not run in graphs.
         who: name in errors, until a receiver sets its own.
     """
 
@@ -96,7 +96,7 @@ class TransformersEngine:
         self._tokens, self._busy_s = 0, 0.0
         self._given_up = GivenUp()
         self._soonest = math.inf
-        """The first time at which a time limit ends a response."""
+        """The earliest time at which a time limit ends a response."""
         graphs = graphs_for(self.model) if cuda_graphs else None
         if graphs is not None:
             use_grouped_attention(self.model)
@@ -104,13 +104,13 @@ class TransformersEngine:
             self.model, stop_token_ids=stops, pad=pad_token_id, most_rows=max_batch, graphs=graphs
         )
         self._state = threading.Condition()
-        """Guards the fields below; notified when a request ends or may be let in."""
+        """Guards the fields below; notified when a request ends or may be admitted."""
         self._queue: deque[PendingSample] = deque()
         self._running: dict[Growing, PendingSample] = {}
         self._draining = False
-        """True: no request is let in, and a pause waits for the end of those that were."""
+        """True: no request is admitted, and a pause waits for the end of the running ones."""
         self._ending = False
-        """True: all requests end at once, with the tokens that they have."""
+        """True: all requests end at once with their present tokens."""
         self._thread: threading.Thread | None = None
         self._seen = 0
         """The value of the sink's ``changes`` for which the running batch was last prepared."""
@@ -135,7 +135,7 @@ class TransformersEngine:
     def submit_all(
         self, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams], *, timeout_s: float = 600.0
     ) -> list[Future[Sample]]:
-        """Start several requests at once, each with parameters of its own, so that they begin with the same token."""
+        """Start several requests, each with its own parameters, so that all begin in the same step."""
         return self._let_in(checked_rows(prompts, self._vocabulary, what="prompt"), params, timeout_s)
 
     def generate(
@@ -159,7 +159,7 @@ class TransformersEngine:
         self, prompts: Sequence[list[int]], params: Sequence[SamplingParams], timeout_s: float, *, by_row: bool = False,
         on_tokens: OnTokens | None = None,
     ) -> list[Future[Sample]]:  # fmt: skip
-        """Queue requests. ``by_row``: they have one seed together, from which each makes one by its row."""
+        """Queue requests. ``by_row``: they share one seed, from which each request derives its own by its row."""
         for each in {id(one): one for one in params}.values():
             checked_params(each, can_decode=self._decode is not None)
         if not prompts:
@@ -174,7 +174,7 @@ class TransformersEngine:
         with self._state:
             if not self._state.wait_for(lambda: not self._draining, timeout_s):
                 raise TimeoutError(f"{self.gate.who}: {len(prompts)} samples were not begun within {timeout_s:g} s")
-        # Requests are added within the gate, so that a flip that is under way completes first.
+        # Requests are added while the gate is held, so that a running flip completes first.
         with self._serving(max(deadline - self._clock(), 0.0)), self._state:
             self._queue.extend(requests)
             if self._thread is None:
@@ -197,9 +197,9 @@ class TransformersEngine:
                     more = self._has_work()
 
     def _steps(self) -> bool:
-        """Sample until no request is left (returns false), or the gate is not free or ``pause_mode`` has changed
-        (returns true: call again)."""
-        # With "wait" the gate is held until all requests that were let in have ended; while a flip waits, no more are.
+        """Sample until no request is left (returns False). Returns True if the gate is not free or ``pause_mode`` has
+        changed: call it again."""
+        # With "wait" the gate is held until all admitted requests have ended; while a flip waits, no more are admitted.
         waits = self.pause_mode == "wait"
         with self._held() if waits else nullcontext(0) as version:
             while True:
@@ -211,7 +211,8 @@ class TransformersEngine:
                     return True
 
     def _has_work(self) -> bool:
-        """Drop requests that were given up, and end those that are to end. False if none is left: the thread ends."""
+        """Drop requests that were given up, and end those that must end. False if none is left, so that the thread
+        ends."""
         with self._state:
             if self._given_up.some:
                 self._given_up.some = False
@@ -232,7 +233,7 @@ class TransformersEngine:
             return False
 
     def _end_late(self) -> None:
-        """End the responses whose time is over."""
+        """End the responses that have reached their time limits."""
         now = self._clock()
         for request in [request for growing, request in self._running.items() if growing.ends_at <= now]:
             self._take_out(request)
@@ -273,7 +274,7 @@ class TransformersEngine:
                 version = stack.enter_context(self._serving(GATE_S))
             except WeightsNotReady:
                 if self._clock() - began < GATE_S:
-                    raise  # nothing to wait for: there are no weights
+                    raise  # there are no weights, so there is no flip to wait for
             yield version
 
     def _step(self) -> None:
@@ -338,7 +339,7 @@ class TransformersEngine:
             raise UsageError(f"pause({mode!r}): this engine can {', '.join(sorted(self.pause_modes))}")
         deadline = self._clock() + timeout_s
         with self._state:
-            # With "keep", requests stop between two tokens; else all that were let in end first.
+            # With "keep", requests stop between two tokens; otherwise all admitted requests end first.
             self._draining, self._ending = mode != "keep", mode == "abort"
             ended = mode == "keep" or self._state.wait_for(lambda: not (self._running or self._queue), timeout_s)
             left = len(self._running) + len(self._queue)
@@ -367,7 +368,7 @@ class TransformersEngine:
         if level == 2:
             self.gate.set_version(None, "the engine gave its weights up to sleep")
         with self._state:
-            # The sampling thread lives a moment longer than its last request, with what its last pass made.
+            # The sampling thread, and the memory of its last pass, exist a moment longer than its last request.
             self._state.wait_for(lambda: self._thread is None or bool(self._queue), CLOSE_S)
             self._batch.drop()
         self._sink.release(level)
@@ -379,7 +380,7 @@ class TransformersEngine:
         self._asleep = None
 
     def reset_prefix_cache(self) -> None:
-        """Has no effect: the engine caches no prefixes beyond the responses under way."""
+        """Has no effect: the engine caches nothing beyond running responses."""
 
     def metrics(self) -> Mapping[str, float]:
         return {"generated_tokens": float(self._tokens), "generating_s": self._busy_s}
@@ -396,28 +397,3 @@ class TransformersEngine:
         if self._asleep is not None:
             raise WeightsNotReady(f"{self.gate.who} sleeps (level {self._asleep}): call wake() first")
         return self.gate.serving(timeout_s)
-
-
-def sample_batch(
-    model: Any, prompts: Sequence[Sequence[int]], params: SamplingParams, *, stop_token_ids: Sequence[int],
-    pad_token_id: int = 0, max_batch: int = 64, tokenizer: Any = None,
-) -> list[Sample]:  # fmt: skip
-    """Continue each prompt, on the calling thread and without an engine.
-
-    Args:
-        model: a causal language model of transformers.
-        stop_token_ids: tokens that end a response, besides those of ``params``.
-        max_batch: responses that are sampled together.
-        tokenizer: for stop texts.
-    """
-    checked_params(params, can_decode=tokenizer is not None)
-    decode = None if tokenizer is None else decoder(tokenizer)
-    checked = checked_rows(prompts, vocabulary_of(model), what="prompt")
-    rows = [Growing(prompt, params, row, decode) for row, prompt in enumerate(checked)]
-    batch = ContinuousBatch(model, stop_token_ids=stop_token_ids, pad=pad_token_id, most_rows=max_batch)
-    waiting = deque(rows)
-    while waiting or batch.rows:
-        while waiting and batch.room:
-            batch.add(waiting.popleft())
-        batch.step(0)
-    return [row.sample() for row in rows]

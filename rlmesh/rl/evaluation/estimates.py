@@ -12,7 +12,7 @@ import numpy as np
 __all__ = ["ks_up_to", "majority_at_k", "unbiased_pass_at_k"]
 
 MOST_SUBSETS = 1000
-"""A majority is taken over all subsets of k samples up to this number, else over as many drawn ones."""
+"""`majority_at_k` looks at all subsets of k samples, or, if there are more than this, at this many random ones."""
 
 
 def ks_up_to(samples: int) -> tuple[int, ...]:
@@ -28,7 +28,7 @@ def unbiased_pass_at_k(right: Sequence[bool], k: int) -> float:
     (arXiv:2107.03374), as a product: its binomials overflow for large n.
 
     Args:
-        right: of each of the n samples.
+        right: for each of the n samples, True if it is right.
         k: from 1 to n.
 
     Raises:
@@ -50,10 +50,10 @@ def majority_at_k(answers: Sequence[str | None], scores: Sequence[float], k: int
     depend on the order of the samples; without any vote the score is 0.
 
     Args:
-        answers: of each sample; ``None``: the sample has none.
-        scores: of each sample.
+        answers: the answer of each sample; ``None``: it has none.
+        scores: the score of each sample.
         k: from 1 to n.
-        seed: of the subsets that are drawn if there are more than 1,000.
+        seed: seed of the subsets that are drawn if there are more than 1,000.
 
     Raises:
         ValueError: k is below 1 or above n, or there are not as many scores as answers.

@@ -26,7 +26,7 @@ RESULT_FILE = "evaluation.json"
 
 @dataclass(frozen=True)
 class EvaluationRun(Run):
-    """The settings of an evaluation: those of a run, whose validation data are answered once.
+    """The settings of an evaluation: a run that answers its validation prompts once.
 
     Attributes:
         checkpoint: the folder of the actor's checkpoint; ``None``: the weights of ``model``.
@@ -40,8 +40,8 @@ class EvaluationResult:
     """The result of an evaluation.
 
     Attributes:
-        run_dir: its directory, with the samples.
-        metrics: by name.
+        run_dir: the run directory of the evaluation, with the samples.
+        metrics: the metrics by name.
     """
 
     run_dir: Path
@@ -52,14 +52,14 @@ def of_run_directory(run_dir: Path, step: int | None = None) -> dict[str, Any]:
     """The weights of a run, as arguments of `evaluate`.
 
     Args:
-        run_dir: of a training that runs or has ended.
-        step: of a checkpoint; ``None``: the trained model, or, if the training has not ended, the last checkpoint.
+        run_dir: directory of a run that is in progress or has ended.
+        step: the step of a checkpoint; ``None``: the trained model or, if the run has not ended, the last checkpoint.
 
     Raises:
-        UsageError: there are no such weights (names those that there are), or the checkpoint is not complete.
+        UsageError: there are no such weights (the message names those that exist), or the checkpoint is not complete.
     """
     model, latest = run_dir / "model", saved_step(run_dir)
-    # A run that goes on after its end has a model of fewer steps, and one that is ending a part of a model.
+    # A run that was resumed after its end has a model of fewer steps; a run that is just ending has a part of a model.
     if step is None and (ended := finished_steps(run_dir)) and ended >= latest and (model / "config.json").is_file():
         return {"model": str(model)}
     saved = latest if step is None else step
@@ -82,15 +82,15 @@ def evaluate(
     name: str = "evaluation",
     **options: Any,
 ) -> EvaluationResult:
-    """Answer the prompts of a data set with a model, and count, as a validation of the run does.
+    """Answer the prompts of a data set with a model, and report the metrics of a validation.
 
     Args:
-        run: settings; ``evaluation``, ``rewards`` and ``rollout`` say how to answer and to count.
-        model: a folder or hub name; ``None``: that of the run.
+        run: settings; ``evaluation``, ``rewards`` and ``rollout`` say how to sample and score.
+        model: a folder or hub name; ``None``: the run's model.
         checkpoint: the folder of an actor's checkpoint of that run; its weights replace those of the model.
         data: prompts; ``None``: the validation data of the run.
-        name: of the job.
-        options: of `DLJob.submit`.
+        name: name of the job.
+        options: further arguments of `DLJob.submit`.
 
     Raises:
         UsageError: something is wrong with the settings; no process was started.

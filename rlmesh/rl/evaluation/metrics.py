@@ -1,4 +1,4 @@
-"""Numbers of a validation by data source: mean@k, maj@k, pass@k."""
+"""Metrics of a validation by data source: mean@k, maj@k, pass@k."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ NO_SOURCE = "unknown"
 def validation_metrics(
     groups: Sequence[Group], total: Callable[[Episode], Outcome], *, right: float = 1.0
 ) -> dict[str, float]:
-    """Numbers for the report, per data source.
+    """The metrics of a validation, per data source.
 
     A response whose reward failed or abstained has no score, and is in none of the numbers; a prompt with fewer than k
     scores is left out of the numbers for k.
 
     Args:
         groups: the responses of each prompt.
-        total: the reward of an episode.
-        right: the least reward of a response that is right.
+        total: function that gives the reward of an episode.
+        right: the least reward of a response that counts as right.
 
     Returns:
         for n responses per prompt ``val/SOURCE/mean@n`` (the mean reward), ``val/SOURCE/pass@k`` for k of 1, 2, 4, … n,

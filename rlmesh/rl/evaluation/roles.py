@@ -8,16 +8,16 @@ from typing import Any
 
 from rlmesh import current_worker, private_files
 from rlmesh.rl.data.loader import PromptLoader
+from rlmesh.rl.offline.responses import OfflineBuffer
 from rlmesh.rl.roles.actor import ActorRole
 from rlmesh.rl.roles.trained import TRAINING
 from rlmesh.rl.trainers.trainer import Trainer
-from rlmesh.rl.trainings.given import GivenBuffer
 
 __all__ = ["EvaluatedActor", "Evaluator"]
 
 
 class EvaluatedActor(ActorRole):
-    """Holds the weights of a model, or of a checkpoint, and gives them to the engines."""
+    """Holds the weights of a model or a checkpoint, and pushes them to the engines; trains nothing."""
 
     def setup(self) -> None:
         super().setup()
@@ -32,7 +32,7 @@ class Evaluator(Trainer):
     """Validates once."""
 
     def make_buffer(self, loader: PromptLoader) -> Any:
-        return GivenBuffer(lambda drawn: [], loader)
+        return OfflineBuffer(lambda drawn: [], loader)
 
     def run(self) -> None:
         for role in (self.engines, self.actor) if self.shares else ():

@@ -1,7 +1,7 @@
 """The settings of a run, in its directory: for ``rlmesh evaluate RUN`` after the training's script has ended.
 
-Functions of the script travel by value, those of modules by name, with the folders in which these were found. Loading
-runs code: the file is read only if no other user can have written it.
+Functions of the script travel by value, those of modules by name, with the folders in which these were found. Loading a
+pickle can run code, so the file is refused if another user can have written it.
 """
 
 from __future__ import annotations
@@ -50,10 +50,10 @@ def save_run(run_dir: Path, run: Run) -> None:
 
 
 def remember(run_dir: Path, run: Run) -> None:
-    """Write the settings if that is possible; if not, log the reason: the training can do without the file."""
+    """Write the settings, or log why they cannot be written: a training does not need the file."""
     try:
         save_run(run_dir, run)
-    except Exception as error:  # an object of the user may raise anything when it is pickled
+    except Exception as error:  # pickling a user's object may raise anything
         logger.warning("the settings of the run are not kept for rlmesh evaluate (%s: %s)", type(error).__name__, error)
 
 
@@ -72,12 +72,12 @@ def load_saved_run(run_dir: Path) -> Run:
     except FileNotFoundError:
         raise UsageError(f"{run_dir} has no {SETTINGS_FILE}, so it is no directory of a Run; {advice}") from None
     except OSError as error:
-        raise UsageError(f"it is not read: {error}") from error
+        raise UsageError(f"{path} is not read: {error}") from error
     try:
         saved = pickle.loads(content)
         sys.path += [folder for folder in saved["folders"] if folder not in sys.path]
         run = pickle.loads(saved["run"])
-    except Exception as error:  # whatever the imports of the user's modules raise
+    except Exception as error:  # importing a user's modules may raise anything
         raise UsageError(f"{path} cannot be loaded ({type(error).__name__}: {error}); {advice}") from error
     if not isinstance(run, Run):
         raise UsageError(f"{path} holds {type(run).__name__}, not the settings of a Run; {advice}")

@@ -5,16 +5,19 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from rlmesh.rl.faults import too_small
+
 __all__ = ["RewardAlarmSettings", "SampleSettings", "ValidationSettings"]
 
 
 @dataclass(frozen=True)
 class ValidationSettings:
-    """Settings of validation: how prompts are answered and counted.
+    """Settings of validation: how responses are sampled and counted.
 
     Attributes:
         samples: responses per prompt.
-        temperature: of sampling; null: 0 (greedy) for one response per prompt, else ``rollout.temperature``.
+        temperature: temperature of sampling; null: 0 (greedy) for one response per prompt, else
+            ``rollout.temperature``.
         right: the least reward of a response that counts as right, for pass@k.
         background: validate while the next step trains, if the engines share no device with others. False: the step
             waits for it.
@@ -27,10 +30,8 @@ class ValidationSettings:
 
     def faults(self) -> Iterator[str]:
         """One sentence per fault."""
-        if self.samples < 1:
-            yield f"samples={self.samples} must be ≥ 1"
-        if self.temperature is not None and self.temperature < 0:
-            yield f"temperature={self.temperature} must be ≥ 0"
+        yield from too_small(self, 1, "samples")
+        yield from too_small(self, 0, "temperature")
         if self.samples > 1 and self.temperature == 0:
             yield f"temperature=0 gives {self.samples} equal responses: set samples=1, or a temperature > 0"
 
@@ -44,7 +45,7 @@ class SampleSettings:
     """The samples that a run keeps as Parquet files, for ``rlmesh samples``.
 
     Attributes:
-        every: steps between those whose samples are kept; 0: none, also of validations.
+        every: the samples of every so many steps are kept, those of validations included; 0: no samples are kept.
         most_mib: the size of all files together. Above it, the samples of every second step are removed.
     """
 
@@ -53,27 +54,25 @@ class SampleSettings:
 
     def faults(self) -> Iterator[str]:
         """One sentence per fault."""
-        if self.every < 0:
-            yield f"every={self.every} must be ≥ 0"
-        if self.most_mib < 1:
-            yield f"most_mib={self.most_mib} must be ≥ 1"
+        yield from too_small(self, 0, "every")
+        yield from too_small(self, 1, "most_mib")
 
 
 @dataclass(frozen=True)
 class RewardAlarmSettings:
-    """When a run tells that the policy seems to exploit a reward (`rlmesh.rl.rewards.hacking.RewardAlarm`).
+    """Thresholds of the alarm that the policy seems to exploit a reward (`rlmesh.rl.rewards.hacking.RewardAlarm`).
 
-    The last steps are compared with the first ones. A limit of 0 turns its check off.
+    The last steps are compared with the first ones. A threshold of 0 turns its check off.
 
     Attributes:
-        baseline: the number of first steps; 0: no check at all.
-        window: the number of last steps.
-        length: the mean length of responses grows by this factor, or shrinks by it, …
-        correlation: … and within a group, reward and length (or brevity, or repetition) have at least this correlation,
-            in (0, 1].
-        repetition: this share of a response's sequences of four tokens repeats earlier ones, at least twice as much as
-            in the first steps, and reward and repetition are correlated.
-        components: one reward rises, and another falls, by this number of standard deviations of its scores.
+        baseline: number of first steps; 0: no check at all.
+        window: number of last steps.
+        length: alarm if the mean length of responses changes by this factor, and reward and length are correlated.
+        correlation: the least correlation of reward and trait within a group that counts for ``length`` and
+            ``repetition``, in (0, 1].
+        repetition: alarm if this share of a response's sequences of four tokens repeats earlier ones, at least twice as
+            much as in the first steps, and reward and repetition are correlated.
+        components: alarm if one reward rises, and another falls, by this number of standard deviations of its scores.
     """
 
     baseline: int = 5
@@ -90,15 +89,11 @@ class RewardAlarmSettings:
 
     def faults(self) -> Iterator[str]:
         """One sentence per fault."""
-        if self.baseline < 0:
-            yield f"baseline={self.baseline} must be ≥ 0; 0: no check"
-        if self.window < 1:
-            yield f"window={self.window} must be ≥ 1"
+        yield from too_small(self, 0, "baseline", "components")
+        yield from too_small(self, 1, "window")
         if self.length != 0 and self.length <= 1:
             yield f"length={self.length} must be > 1, a factor; 0: no check"
         if not 0 < self.correlation <= 1:
             yield f"correlation={self.correlation} must be in (0, 1]"
         if not 0 <= self.repetition <= 1:
             yield f"repetition={self.repetition} must be in [0, 1], a share; 0: no check"
-        if self.components < 0:
-            yield f"components={self.components} must be ≥ 0; 0: no check"

@@ -1,4 +1,4 @@
-"""`Validation`: the validation of a trainer, at once or in the background of the next step."""
+"""`Validation`: validates the policy during a training, at once or while the next step trains."""
 
 from __future__ import annotations
 
@@ -24,23 +24,23 @@ __all__ = ["Validation"]
 
 
 LOOK_S = 1.0
-"""Seconds between two looks at a validation that is waited for."""
+"""Seconds between two checks of a validation that the trainer waits for."""
 LONG_S = 600.0
-"""Seconds after which a step that waits for the validation in the background says so."""
+"""Seconds after which a step that waits for the background validation logs this."""
 
 
 class Validation:
     """Answers the validation prompts with the engines' weights, scores the responses, and reports the numbers.
 
     If engines have devices of their own, the validation of a step runs while the next step trains. It ends before the
-    next push, so that all its responses are of one version. Its numbers are reported under the step whose weights they
-    are of. In a pipeline that drains, it begins once the engines have sampled all that they may before that push, so
-    the samples to train on are the same with it and without it; in the asynchronous pipeline, it runs beside them. An
-    engine that is lost meanwhile may have no weights until that push; the validation is then missing, which is told,
-    and training goes on.
+    next push, so that one version of the weights samples all its responses. Its numbers are reported under the step of
+    this version. In a pipeline that drains, it begins when the engines have sampled everything that they may sample
+    before the push, so it does not change the samples to train on; in the asynchronous pipeline, both run at the same
+    time. An engine that dies meanwhile may have no weights until the push; this validation is then left out, which the
+    log says, and training goes on.
 
     Args:
-        trainer: samples, scores and keeps samples.
+        trainer: the trainer, whose methods sample, score and keep the responses.
     """
 
     def __init__(self, trainer: Trainer) -> None:
@@ -59,12 +59,13 @@ class Validation:
         return step in (0, run.steps) or bool(run.validate_every and step % run.validate_every == 0)
 
     def is_missing(self, step: int, metrics: Mapping[str, float]) -> bool:
-        """True if the metrics of a step lack a validation that was due, such as one that was left to the next step,
-        which the end of the job or a restart prevented."""
+        """True if the metrics of a step lack a validation that was due: it was left to the next step, and a restart or
+        the end of the job came first."""
         return self.due(step) and not any(name.startswith("val/") for name in metrics)
 
     def run(self, step: int) -> dict[str, float]:
-        """The numbers of a step's weights, which the engines must serve; empty without validation data."""
+        """Validate the weights of a step, which the engines must serve now; the metrics, empty without validation
+        data."""
         trainer = self._trainer
         run, prompts = trainer.settings, trainer.validation_prompts
         if prompts is None:
@@ -96,7 +97,7 @@ class Validation:
     # In the background.
 
     def postpone(self, step: int) -> bool:
-        """Leave the validation of a step to the next step's background, if that is possible; True if it is."""
+        """Postpone the validation of a step, to run while the next step trains; False if this is not possible."""
         trainer = self._trainer
         run = trainer.settings
         possible = (
@@ -106,7 +107,7 @@ class Validation:
             and not trainer.shares
             and trainer.engines is not trainer.actor
             and "greedy" not in trainer.algorithm.needs
-            # The checkpoint of a step needs the metric by which the best one is kept.
+            # The checkpoint of the step needs the metric that decides which checkpoint is best.
             and not (trainer.checkpoints.writer.begun == step and run.keep_best.removeprefix("-").startswith("val/"))
         )
         if possible:
@@ -114,10 +115,10 @@ class Validation:
         return possible
 
     def begin(self, *, ahead: bool = False) -> None:
-        """Start the validation that was left to the background, if there is one.
+        """Start the validation that was postponed, if there is one.
 
         Args:
-            ahead: the engines sample ahead of training; else they are idle from now on.
+            ahead: True if the engines sample for later steps; False if they are idle.
         """
         if self._waiting is None or ahead != (self._trainer.settings.schedule.staleness > 0):
             return
@@ -140,7 +141,8 @@ class Validation:
         self._thread.start()
 
     def require_foreground(self) -> None:
-        """Refuse to push weights on the thread of a validation in the background: the actor has later ones.
+        """Raise if called on the thread of a background validation: the actor has later weights, which it must not
+        push.
 
         Raises:
             WeightsNotReady: this is that thread.
@@ -149,8 +151,10 @@ class Validation:
             raise WeightsNotReady("an engine was lost, and has no weights until the next push")
 
     def end(self) -> None:
-        """Wait for the validation in the background, and report its numbers, or that it is missing since an engine was
-        lost. Raises what the validation raised for another reason."""
+        """Wait for the background validation, and report its metrics, or that it is missing because an engine died.
+
+        Other errors of the validation are raised.
+        """
         running, self._running = self._running, None
         if running is None:
             return
@@ -166,7 +170,7 @@ class Validation:
         current_worker().report(step=step, total_steps=self._trainer.settings.steps, **metrics)
 
     def drop(self) -> None:
-        """Forget the validation that waits, and wait for the one in the background, whose numbers are not reported."""
+        """Forget a postponed validation, and wait for a running one without reporting its metrics."""
         self._waiting = None
         running, self._running = self._running, None
         if running is not None:
@@ -174,10 +178,10 @@ class Validation:
             running[1].exception()
 
     def _await(self, step: int, future: Future[dict[str, float]]) -> None:
-        """Wait for a validation, and tell it if that takes long: a reward may hang.
+        """Wait for a validation, and log it if the wait is long.
 
         Raises:
-            TimeoutError: no engine samples and the rewards do not end for longer than a wait of the training may last.
+            TimeoutError: neither engines nor rewards made progress for ``rollout.deadline_s``.
         """
         silence, limit_s = self._silence, self._trainer.settings.rollout.deadline_s
         assert silence is not None

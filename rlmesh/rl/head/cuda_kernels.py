@@ -1,7 +1,7 @@
 """Triton kernels for one tile of logits: its statistics, and the gradient of its logits.
 
-The plain code of :mod:`rlmesh.rl.head.log_probs` reads and writes a tile about ten times in each direction; memory
-traffic then takes longer than the matrix products. Each kernel here reads a tile once.
+The plain code of :mod:`rlmesh.rl.head.log_probs` reads and writes a tile about ten times in the forward and in the
+backward pass, and this takes longer than the matrix products. Each kernel here reads a tile once.
 
 Importing this module needs Triton, which comes with torch for CUDA.
 """

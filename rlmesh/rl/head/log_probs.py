@@ -24,7 +24,7 @@ __all__ = ["CHUNK_TOKENS", "TokenTerms", "chunked_log_probs", "entropy", "tile_c
 CHUNK_TOKENS = 8192
 """Default number of tokens of one tile."""
 TILE_BYTES = {"cpu": 8 * 2**20, "cuda": 128 * 2**20}
-"""Memory limit of the logits of one tile, by the type of the device: of a CPU, what stays in its cache."""
+"""Memory limit of the logits of one tile, by the type of the device. On a CPU, a tile should stay in the cache."""
 ALIGNED = 256
 """Matrix products of a GPU take several times as long if rows in memory do not begin at multiples of 16 bytes."""
 
@@ -127,7 +127,7 @@ def chunked_log_probs(
     kind, narrow = hidden.device.type, hidden.dtype
     plain: AbstractContextManager[object] = nullcontext()
     if kind in TILE_BYTES and torch.is_autocast_enabled(kind):
-        # The products have the dtype of autocast, also in the backward pass, and the reduction does not.
+        # Autocast sets the dtype of the products, also in the backward pass, but not that of the reduction.
         narrow = narrow if narrow == torch.float64 else torch.get_autocast_dtype(kind)
         plain = torch.autocast(kind, enabled=False)
     with plain:
@@ -159,7 +159,7 @@ class _ChunkedHead(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         tiles = _Tiles(hidden, weight, bias, temperature, size, narrow)
         count = len(tiles.columns)
-        # Of each tile of the vocabulary: the log of its sum of exponentials, and the mean of its logits.
+        # For each tile of the vocabulary: the log of its sum of exponentials, and the mean of its logits.
         sums, means = (hidden.new_empty(count, len(tokens), dtype=tiles.wide) for _ in range(2))
         chosen = hidden.new_zeros(len(tokens), dtype=tiles.wide)
         for place, columns in enumerate(tiles.columns):
@@ -179,7 +179,7 @@ class _ChunkedHead(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, tokens, normalisers, entropies = ctx.saved_tensors
         tiles = _Tiles(hidden, weight, bias, ctx.temperature, ctx.size, ctx.narrow)
-        # A sum over several tiles uses the wide type: in bfloat16 many small contributions would be lost.
+        # Sums over several tiles have the wide dtype, since bfloat16 would lose many small contributions.
         grad_hidden = torch.zeros_like(hidden, dtype=tiles.wide) if ctx.needs_input_grad[0] else None
         grad_weight = torch.empty_like(weight) if ctx.needs_input_grad[1] else None
         grad_bias = torch.empty_like(bias) if bias is not None and ctx.needs_input_grad[2] else None

@@ -1,1 +1,1 @@
-"""Configurations of other libraries, read as settings of a `Run`, with a list of all keys that have no counterpart."""
+"""Conversion of other libraries' configurations to a `Run`, with a list of the keys that have no counterpart."""

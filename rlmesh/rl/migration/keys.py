@@ -1,8 +1,8 @@
-"""`Conversion`: the settings that a configuration of another library became, and what became of each of its keys."""
+"""`Conversion`: the settings that result from another library's configuration, and a record of each of its keys."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
@@ -14,13 +14,14 @@ __all__ = ["ABSENT", "Conversion", "flattened", "rows_in"]
 N = TypeVar("N", int, float)
 
 SECRETS = ("api_key", "apikey", "auth_token", "hub_token", "access_token", "secret", "password")
-"""Parts of names of keys whose texts are not told."""
+"""Keys whose names contain one of these are secrets: their values are not shown."""
+TRACKERS = ("wandb", "mlflow", "trackio")
 ABSENT: Any = type("Absent", (), {"__repr__": lambda self: "absent", "__bool__": lambda self: False})()
-"""Stands for a key that a configuration does not have."""
+"""The value of a key that a configuration lacks."""
 
 
 def flattened(values: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:
-    """Dotted keys with their values; empty mappings are values."""
+    """Pairs of a dotted key and its value; an empty mapping is a value."""
     for name, value in values.items():
         place = f"{before}{name}"
         if isinstance(value, Mapping) and value:
@@ -31,21 +32,22 @@ def flattened(values: Mapping[str, Any], before: str = "") -> Iterator[tuple[str
 
 @dataclass
 class Conversion:
-    """Reads the keys of a configuration, and notes what becomes of each.
+    """Reads the keys of a configuration, and records what becomes of each.
 
     Attributes:
-        library: its name, for texts.
+        library: name of the library, for texts.
         given: the values of the configuration by dotted keys.
-        settings: those of a `Run`, by dotted keys.
-        kept: settings with the keys that they were made of, for people.
-        left: keys that would change a training and have no counterpart, each with what to do.
+        settings: the settings of a `Run` so far, by dotted keys.
+        kept: the settings with the keys that they result from, for people.
+        left: keys that would change a training and have no counterpart, each with an advice.
         idle: keys whose values change nothing here.
-        together: keys that were read, and name no setting: they decide about the settings of others, or belong to
+        together: keys that were read, but have no setting of their own: they influence other settings, or belong to
             something that is off.
         faults: reasons why the configuration cannot be read, one sentence each.
-        wanting: settings that the configuration does not determine, and the reason.
-        folders: where modules of rewards are.
-        overrides: settings that replace what is read, by dotted keys: shares of the steps are of the steps here.
+        wanting: settings that the configuration does not determine, with the reason.
+        folders: folders with the modules of rewards.
+        overrides: settings of the user that replace those read here, by dotted keys. Shares of the steps refer to these
+            steps.
     """
 
     library: str
@@ -63,13 +65,13 @@ class Conversion:
     _told: set[str] = field(default_factory=set)
 
     def get(self, key: str, default: Any = None) -> Any:
-        """The value of a key, or the library's default. A null is the default too."""
+        """The value of a key; ``default`` if it is missing or null."""
         self._read.add(key)
         value = self.given.get(key)
         return default if value is None else value
 
     def number(self, kind: type[N], key: str, default: Any) -> N:
-        """As `get`, of a key that must be a number, whole if ``kind`` is int. Anything else is a fault."""
+        """As `get`, for a key that must be a number (a whole number if ``kind`` is int); another value is a fault."""
         value = self.get(key, default)
         try:
             found = kind(value)
@@ -81,17 +83,17 @@ class Conversion:
         return found
 
     def is_null(self, key: str) -> bool:
-        """True if the configuration has a null for a key, which for some keys is no default."""
+        """True if a key is null, which for some keys differs from the default."""
         self._read.add(key)
         return key in self.given and self.given[key] is None
 
     def steps(self) -> int | None:
-        """The steps of the run; ``None`` if nothing says it, which is told elsewhere."""
+        """The steps of the run; ``None`` if nothing determines them, which the checks of `Run` report."""
         found = self.overrides.get("steps", self.settings.get("steps"))
         return found if isinstance(found, int) and found > 0 else None
 
     def steps_of(self, epochs: float, batch: int) -> int | None:
-        """The steps of so many passes over the data of the run; ``None`` if its rows cannot be counted here, or are no
+        """The number of steps of these epochs; ``None`` if the rows cannot be counted here, or are fewer than a
         batch."""
         size, rows = (
             self.overrides.get("batch_size", batch),
@@ -102,7 +104,7 @@ class Conversion:
         return max(1, int(epochs * (rows // size)))
 
     def set_steps(self, key: str, epochs: float, batch: int) -> None:
-        """Set the steps of the run by a key that counts epochs, or say that they are wanting."""
+        """Set the steps of the run from a key that counts epochs, or record that they are not determined."""
         if (steps := self.steps_of(epochs, batch)) is not None:
             self.set("steps", steps, key)
             return
@@ -116,8 +118,7 @@ class Conversion:
         return self.given.get(key) is not None
 
     def set(self, setting: str, value: Any, *sources: str) -> None:
-        """Set a setting, made of these keys. Where the configuration has none of them, the value is the library's
-        default."""
+        """Set a setting that results from these keys. If the configuration has none of them, the value is a default."""
         self.settings[setting] = value
         self._read.update(sources)
         self._told.update(sources)
@@ -125,36 +126,59 @@ class Conversion:
         self.kept.append((_told(setting, value), ", ".join(named) or f"default of {self.library}"))
 
     def move(self, key: str, setting: str, default: Any = ABSENT) -> Any:
-        """Set a setting to the value of a key of the same meaning; gives it. Without a value and a default, nothing."""
+        """Set a setting to the value of a key with the same meaning, and return it. Does nothing without value and
+        default."""
         value = self.get(key, default)
         if value is not ABSENT:
             self.set(setting, value, key)
         return value
 
-    def leave(self, key: str, advice: str, *, unless: Any = ABSENT) -> None:
-        """Note that a key has no counterpart, if the configuration has it.
+    def skip(self, *keys: str) -> None:
+        """Mark keys as read: they say nothing here, or other keys have decided already."""
+        self._read.update(keys)
+
+    def starting(self, prefix: str | tuple[str, ...]) -> list[str]:
+        """The keys of the configuration that begin with a prefix, or with one of several."""
+        return [key for key in self.given if key.startswith(prefix)]
+
+    def advise(self, key: str, advice: str) -> None:
+        """Record that a key has no counterpart, and what the user can do."""
+        self.left.append((key, advice))
+
+    def leave(self, keys: str | Iterable[str], advice: str, *, unless: Any = ABSENT) -> None:
+        """Record that keys have no counterpart, as far as the configuration has them.
 
         Args:
-            key: the key.
-            advice: what to do.
-            unless: the value, or values in a tuple, with which it changes nothing.
+            keys: a key, or several.
+            advice: what the user can do.
+            unless: a value, or a tuple of values, with which a key changes nothing.
         """
-        if not self.has(key):
-            self._read.add(key)
-            return
-        value = self.get(key)
         harmless = unless if isinstance(unless, tuple) else (unless,)
-        if any((value is not True and value is not False and value == one) or value is one for one in harmless):
-            self.idle.append(key)
-        else:
-            self.left.append((_told(key, value), advice))
+        for key in [keys] if isinstance(keys, str) else keys:
+            value = self.get(key)
+            if value is None:
+                continue
+            if any((value is not True and value is not False and value == one) or value is one for one in harmless):
+                self.idle.append(key)
+            else:
+                self.advise(_told(key, value), advice)
 
-    def rest(self, harmless: Mapping[str, str], unsupported: Mapping[str, str]) -> None:
-        """Note what becomes of all keys that nobody read.
+    def trackers(self, key: str, others: Sequence[str], project: str | None = None) -> None:
+        """Set the trackers from a key that names some. ``others`` are names that need no tracker."""
+        names = self.get(key, [])
+        names = [names] if isinstance(names, str) else list(names)
+        if wanted := [f"{one}:{project}" if project else one for one in names if one in TRACKERS]:
+            self.set("trackers", wanted, key)
+        for one in names:
+            if one not in (*TRACKERS, *others):
+                self.advise(f"{key}={one}", f"the trackers are {', '.join(TRACKERS)}, and module:Class")
+
+    def rest(self, harmless: Collection[str], unsupported: Mapping[str, str]) -> None:
+        """Record what becomes of all keys that were not read.
 
         Args:
-            harmless: patterns of keys that change no numbers, and why.
-            unsupported: patterns of keys, and what to do.
+            harmless: patterns of keys that change no numbers.
+            unsupported: patterns of other keys, with an advice.
         """
         self._told.update([*self.idle, *(key.partition("=")[0] for key, _ in self.left)])
         self.together += [key for key in self.given if key in self._read and key not in self._told]
@@ -166,11 +190,11 @@ class Conversion:
             if empty or any(fnmatchcase(key, pattern) for pattern in harmless):
                 self.idle.append(key)
             elif advice := [text for pattern, text in unsupported.items() if fnmatchcase(key, pattern)]:
-                self.left.append((_told(key, self.given[key]), advice[0]))
+                self.advise(_told(key, self.given[key]), advice[0])
             else:
                 near = get_close_matches(key, known, 1, cutoff=0.85)
                 meant = f"did you mean {near[0]}?" if near else f"it is no key of {self.library} that is known here"
-                self.left.append((_told(key, self.given[key]), meant))
+                self.advise(_told(key, self.given[key]), meant)
 
     def nested(self) -> dict[str, Any]:
         """The settings with a mapping for each section."""
@@ -184,10 +208,10 @@ class Conversion:
         return found
 
     def report(self, *, whole: bool = False) -> str:
-        """The list of all keys and of what each became, for people.
+        """A text for people that lists all keys and what became of each.
 
         Args:
-            whole: also the settings, with the keys that each was made of.
+            whole: list the settings too, with the keys that each results from.
         """
         lines = [f"{len(self.kept)} settings were read from a configuration of {self.library}"]
         if whole:
@@ -221,7 +245,7 @@ def rows_in(files: Any) -> int | None:
 
 
 def _told(key: str, value: Any) -> str:
-    """A key with its value for people, and for logs: without secrets."""
+    """A key and its value for people and logs, without secrets."""
     return f"{key}={_short(_masked(key, value))}"
 
 

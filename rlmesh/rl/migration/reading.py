@@ -1,14 +1,14 @@
-"""`converted`: the settings that a configuration of another library describes."""
+"""`converted`: converts another library's configuration to settings of a `Run`."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
 from rlmesh.errors import UsageError
+from rlmesh.rl.faults import did_you_mean
 from rlmesh.rl.migration import trl, verl
 from rlmesh.rl.migration.keys import Conversion, flattened
 from rlmesh.rl.trainers.config_files import read_values, settings_fault
@@ -18,16 +18,16 @@ from rlmesh.rl.trainers.settings import parsed
 __all__ = ["SOURCES", "converted", "load_converted"]
 
 SOURCES = ("verl", *(f"trl-{kind}" for kind in trl.KINDS))
-"""What ``rlmesh train --from`` and ``Run.from_config(source=…)`` take."""
+"""The values of ``rlmesh train --from`` and ``Run.from_config(source=…)``."""
 
 
 def load_converted(
     config: Any, source: str, overrides: Sequence[str] = (), *, look: bool = False
 ) -> tuple[Any, Conversion]:
-    """The `Run` that a configuration of another library describes, and what became of its keys.
+    """The `Run` that another library's configuration describes, and the record of its keys.
 
     Args:
-        config: a YAML or JSON file, or what `converted` takes.
+        config: a YAML or JSON file, or values as for `converted`.
         source: one of `SOURCES`.
         overrides: ``section.key=value`` texts with the keys of a `Run`, which replace what was read.
         look: see `rlmesh.rl.trainers.config_files.load_run`.
@@ -52,15 +52,14 @@ def converted(config: Any, source: str, overrides: Sequence[str] = ()) -> Conver
     Args:
         config: nested or dotted keys, an OmegaConf or a dataclass such as ``GRPOConfig``.
         source: one of `SOURCES`.
-        overrides: as of `load_converted`. Here only what else depends on them changes, such as shares of the steps.
+        overrides: as for `load_converted`. They are not applied here, but influence other settings, such as shares of
+            the steps.
 
     Raises:
         UsageError: there is no such source, or the configuration has no keys.
     """
     if source not in SOURCES:
-        near = get_close_matches(source, SOURCES, 1)
-        meant = f"; did you mean {near[0]!r}?" if near else ""
-        raise UsageError(f"there is no source {source!r}: there is {', '.join(SOURCES)}{meant}")
+        raise UsageError(f"there is no source {source!r}: there is {', '.join(SOURCES)}{did_you_mean(source, SOURCES)}")
     values = dict(flattened(_plain(config)))
     known = _parsed(overrides)
     if source == "verl":
@@ -74,7 +73,7 @@ def _parsed(overrides: Sequence[str]) -> dict[str, Any]:
 
 
 def _plain(config: Any) -> dict[str, Any]:
-    # A value that must be given is a text of three question marks. Enumerations are those of TRL's dataclasses.
+    # OmegaConf writes a missing value as "???". Enumerations occur in TRL's dataclasses.
     values = as_mapping(config, missing_ok=True)
     return {key: getattr(value, "value", value) for key, value in _without_missing(values).items()}
 

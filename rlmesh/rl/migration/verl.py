@@ -25,15 +25,14 @@ ESTIMATORS = {
     "remax": "remax", "reinforce_plus_plus_baseline": "reinforce++",
 }  # fmt: skip
 KL_TYPES = {"kl": "k1", "k1": "k1", "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3": "k3"}
-TRACKERS = ("wandb", "mlflow", "trackio")
 GSM8K, MATH = ["openai/gsm8k"], ["lighteval/MATH", "DigitalLearningGmbH/MATH-lighteval", "HuggingFaceH4/MATH-500"]
 
 
 def convert(values: dict[str, Any], overrides: Mapping[str, Any]) -> Conversion:
-    """Read a configuration.
+    """Convert a configuration.
 
     Args:
-        values: by dotted keys.
+        values: the values by dotted keys.
         overrides: see `Conversion`.
     """
     c = Conversion("verl", values, overrides=overrides)
@@ -64,22 +63,19 @@ def _model_and_data(c: Conversion) -> None:
     c.move("data.seed", "seed")
     if c.get("data.apply_chat_template_kwargs"):
         c.move("data.apply_chat_template_kwargs", "template")
-    for key in [key for key in c.given if key.startswith("data.apply_chat_template_kwargs.")]:
+    for key in c.starting("data.apply_chat_template_kwargs."):
         c.move(key, f"template.{key.rpartition('.')[2]}")
     c.leave("data.shuffle", "prompts are always shuffled, by seed and epoch", unless=True)
     c.leave("data.truncation", "longer prompts are left out and not cut", unless="error")
     for key in ("data.train_max_samples", "data.val_max_samples"):
         c.leave(key, "write the rows that you want into a file of their own", unless=-1)
-    for key in ("data.custom_cls.path", "data.custom_cls.name"):
-        c.leave(key, "give Run(data=…) rows that your class makes")
+    c.leave(("data.custom_cls.path", "data.custom_cls.name"), "give Run(data=…) rows that your class makes")
     for key in ("data.tokenizer", f"{MODEL}.tokenizer_path", f"{MODEL}.hf_config_path"):
         c.leave(key, "the tokenizer and the configuration are those in the folder of the model")
     for key in (f"{MODEL}.trust_remote_code", "data.trust_remote_code"):
         c.leave(key, "models run no code of their own here", unless=False)
-    for key in (f"{MODEL}.external_lib", f"{MODEL}.custom_chat_template"):
-        c.leave(key, "save the model's folder with it")
-    for key in [key for key in c.given if key.startswith(f"{MODEL}.override_config")]:
-        c.leave(key, "change config.json in the folder of the model", unless=({}, None))
+    c.leave((f"{MODEL}.external_lib", f"{MODEL}.custom_chat_template"), "save the model's folder with it")
+    c.leave(c.starting(f"{MODEL}.override_config"), "change config.json in the folder of the model", unless=({}, None))
 
 
 def _batch(c: Conversion) -> int:
@@ -94,7 +90,7 @@ def _section(c: Conversion, name: str, place: str, batch: int, *, lr: float) -> 
     c.move(f"{place}.optim.weight_decay", f"{name}.weight_decay", 0.01)
     clip = f"{place}.grad_clip" if c.has(f"{place}.grad_clip") else f"{place}.optim.clip_grad"
     c.move(clip, f"{name}.max_grad_norm", 1.0)
-    c.get(f"{place}.optim.clip_grad")
+    c.skip(f"{place}.optim.clip_grad")
     c.move(f"{place}.ppo_epochs", f"{name}.epochs", c.get(f"{ACTOR}.ppo_epochs", 1))
     key = f"{place}.ppo_mini_batch_size" if c.has(f"{place}.ppo_mini_batch_size") else f"{ACTOR}.ppo_mini_batch_size"
     mini = c.number(int, key, 256)
@@ -106,7 +102,7 @@ def _section(c: Conversion, name: str, place: str, batch: int, *, lr: float) -> 
     kind = c.get(f"{place}.optim.warmup_style", c.get(schedule, "constant"))
     least = c.number(float, f"{place}.optim.min_lr_ratio", 0.0)
     if kind != "constant":
-        c.left.append((f"{schedule}={kind}", f"the rate falls linearly, to {name}.final_lr={least:g} of its peak"))
+        c.advise(f"{schedule}={kind}", f"the rate falls linearly, to {name}.final_lr={least:g} of its peak")
         c.set(f"{name}.final_lr", least, f"{place}.optim.min_lr_ratio")
     ratio, steps = (
         c.number(float, f"{place}.optim.lr_warmup_steps_ratio", 0.0),
@@ -190,10 +186,8 @@ def _algorithm(c: Conversion) -> str:
             c.faults.append(f"{ACTOR}.kl_loss_type={kind!r} has no counterpart: there is {', '.join(KL_TYPES)}")
         else:
             c.set("algorithm.kl_estimator", KL_TYPES[kind], f"{ACTOR}.kl_loss_type")
-            c.left.append(
-                (f"{ACTOR}.kl_loss_type={kind}", "the gradient of the divergence is unbiased here, whichever")
-            )
-    c.get(f"{ACTOR}.kl_loss_type")
+            c.advise(f"{ACTOR}.kl_loss_type={kind}", "the gradient of the divergence is unbiased here, whichever")
+    c.skip(f"{ACTOR}.kl_loss_type")
     _loss(c, name)
     return name
 
@@ -210,7 +204,7 @@ def _loss(c: Conversion, name: str) -> None:
     used = mode != "sapo" and (c.is_null(f"{ACTOR}.clip_ratio_low") or c.is_null(f"{ACTOR}.clip_ratio_high"))
     for side in ("low", "high") if mode != "sapo" else ():
         key, sources = f"{ACTOR}.clip_ratio_{side}", [f"{ACTOR}.clip_ratio_{side}"]
-        # Both are 0.2 in verl's own configuration: only with a null does clip_ratio take their place.
+        # verl's own configuration sets both to 0.2; clip_ratio counts only where one of them is null.
         if c.is_null(key):
             sources.append(f"{ACTOR}.clip_ratio")
         c.set(f"algorithm.clip_{side}", c.number(float, sources[-1], 0.2), *sources)
@@ -227,19 +221,17 @@ def _loss(c: Conversion, name: str) -> None:
     if mode == "sapo" and taus != (1.0, 1.05):
         c.faults.append(f"{ACTOR}.tau_pos, tau_neg={taus}: SAPO has the temperatures 1.0 and 1.05")
     for key in ("clip_cov_ratio", "clip_cov_lb", "clip_cov_ub", "kl_cov_ratio", "ppo_kl_coef", "dro_beta"):
-        c.get(f"{ACTOR}.policy_loss.{key}")
+        c.skip(f"{ACTOR}.policy_loss.{key}")
         if c.has(f"{ACTOR}.policy_loss.{key}"):
             c.idle.append(f"{ACTOR}.policy_loss.{key}")
     given = str(c.get(f"{ACTOR}.loss_agg_mode", "token-mean"))
     if mode in ("gspo", "sapo"):
-        # verl aggregates these per sequence, whatever loss_agg_mode says; that is for the divergence only.
+        # verl aggregates these losses per sequence; loss_agg_mode is for the divergence only.
         c.set("algorithm.aggregation", "sequence-mean", f"{ACTOR}.policy_loss.loss_mode")
         if c.has(f"{ACTOR}.loss_agg_mode") or c.get(f"{ACTOR}.use_kl_loss", False):
-            c.left.append(
-                (
-                    f"{ACTOR}.loss_agg_mode={given}",
-                    f"in verl it is for the divergence only, since {mode} has seq-mean-token-mean; here both are so",
-                )
+            c.advise(
+                f"{ACTOR}.loss_agg_mode={given}",
+                f"in verl it is for the divergence only, since {mode} has seq-mean-token-mean; here both are so",
             )
         return
     aggregation = AGGREGATIONS.get(given)
@@ -268,7 +260,7 @@ def _correction(c: Conversion) -> None:
         c.set("algorithm.correction", {"level": level, **bounds}, f"{place}.rollout_is", key)
     elif level is not None:
         c.faults.append(f"{place}.rollout_is={level!r}: there is token and sequence")
-    c.get(f"{place}.rollout_is_threshold")
+    c.skip(f"{place}.rollout_is_threshold")
     c.leave(f"{place}.rollout_rs", "algorithm.correction={level: …, beyond: mask, weigh: false} rejects samples")
     c.leave(f"{place}.bypass_mode", "ratios are measured from the trainer's log-probabilities", unless=False)
     c.leave(f"{place}.rollout_is_batch_normalize", "weights are not normalised over the batch", unless=False)
@@ -293,10 +285,8 @@ def _rewards(c: Conversion) -> None:
         c.set("rewards", made, "data.reward_fn_key")
     for place, model in (("reward.reward_model", "model_path"), ("reward_model", "model.path")):
         if c.get(f"{place}.enable", False) and custom:
-            c.get(f"{place}.{model}")
-            c.left.append(
-                (f"{place}.enable=True", "verl's function asks this model; name the judge in a reward of your own")
-            )
+            c.skip(f"{place}.{model}")
+            c.advise(f"{place}.enable=True", "verl's function asks this model; name the judge in a reward of your own")
         elif c.get(f"{place}.enable", False):
             c.set("rewards", [{"model": c.get(f"{place}.{model}")}], f"{place}.enable", f"{place}.{model}")
     c.move("reward.num_workers", "reward_workers")
@@ -323,14 +313,14 @@ def _sampling(c: Conversion) -> None:
     else:
         c.set("rollout.engine", "vllm-async" if mode == "async" else "vllm", f"{ROLLOUT}.name", f"{ROLLOUT}.mode")
         if name != "vllm":
-            c.left.append((f"{ROLLOUT}.name={name}", "there is no such engine; vLLM is used instead"))
+            c.advise(f"{ROLLOUT}.name={name}", "there is no such engine; vLLM is used instead")
         c.move(f"{ROLLOUT}.gpu_memory_utilization", "rollout.options.gpu_memory_utilization", 0.5)
         for key in ("max_num_seqs", "max_num_batched_tokens", "enforce_eager", "max_model_len"):
             c.move(f"{ROLLOUT}.{key}", f"rollout.options.{key}")
         c.move(f"{ROLLOUT}.dtype", "rollout.dtype", "bfloat16")
     for key in ("enable_chunked_prefill", "enable_prefix_caching", "cudagraph_capture_sizes"):
         c.leave(f"{ROLLOUT}.{key}", f"rollout.options={{{key}: …}} gives it to vLLM", unless=True)
-    for key in [key for key in c.given if key.startswith(f"{ROLLOUT}.engine_kwargs.")]:
+    for key in c.starting(f"{ROLLOUT}.engine_kwargs."):
         c.leave(key, f"rollout.options={{{key.rpartition('.')[2]}: …}} gives it to the engine", unless=({}, None))
     c.leave(f"{ROLLOUT}.tensor_model_parallel_size", "an engine has one device: it must hold the whole model", unless=1)
     for key in ("data_parallel_size", "expert_parallel_size", "pipeline_model_parallel_size"):
@@ -342,13 +332,11 @@ def _sampling(c: Conversion) -> None:
     c.leave(f"{ROLLOUT}.quantization", "engines serve the weights as they are trained")
     c.leave(f"{ROLLOUT}.full_determinism", "with engines of transformers, two runs have the same bits", unless=False)
     if c.get(f"{ROLLOUT}.multi_turn.enable", False):
-        c.left.append(
-            (f"{ROLLOUT}.multi_turn.enable=True", "episodes of several turns: Run(tools=…) or Run(environment=…)")
-        )
+        c.advise(f"{ROLLOUT}.multi_turn.enable=True", "episodes of several turns: Run(tools=…) or Run(environment=…)")
     kwargs = f"{ROLLOUT}.val_kwargs"
     c.move(f"{kwargs}.n", "evaluation.samples", 1)
     warm, sources = c.number(float, f"{kwargs}.temperature", 0.0), [f"{kwargs}.temperature"]
-    if name == "hf" or mode != "async":  # the asynchronous engines look at the temperature only
+    if name == "hf" or mode != "async":  # verl's asynchronous engines read the temperature only
         sources.append(f"{kwargs}.do_sample")
         warm = warm if c.get(f"{kwargs}.do_sample", False) else 0.0
     c.set("evaluation.temperature", warm, *sources)
@@ -360,9 +348,7 @@ def _sampling(c: Conversion) -> None:
         if batches > 0:
             c.set("rollout.refill", float(batches - 1), "algorithm.filter_groups.max_num_gen_batches")
         else:
-            c.left.append(
-                ("algorithm.filter_groups.max_num_gen_batches=0", "there is always a limit: rollout.refill (2)")
-            )
+            c.advise("algorithm.filter_groups.max_num_gen_batches=0", "there is always a limit: rollout.refill (2)")
         c.leave(
             "algorithm.filter_groups.metric",
             "groups are compared by their rewards",
@@ -376,7 +362,7 @@ def _machines(c: Conversion) -> None:
         c.set("train", STRATEGIES[strategy], f"{ACTOR}.strategy")
     else:
         c.faults.append(f"{ACTOR}.strategy={strategy!r} has no counterpart: there is {', '.join(STRATEGIES)}")
-    c.get("critic.strategy")
+    c.skip("critic.strategy")
     nodes, each = c.number(int, "trainer.nnodes", 1), c.number(int, "trainer.n_gpus_per_node", 8)
     if nodes != 1:
         c.set("nodes", nodes, "trainer.nnodes")
@@ -393,7 +379,7 @@ def _machines(c: Conversion) -> None:
         c.set("actor.lora.alpha", c.number(float, f"{MODEL}.lora_alpha", 16), f"{MODEL}.lora_alpha")
         c.move(f"{MODEL}.target_modules", "actor.lora.target_modules")
     for key in ("lora_alpha", "target_modules"):
-        c.get(f"{MODEL}.{key}")
+        c.skip(f"{MODEL}.{key}")
     c.leave(f"{MODEL}.exclude_modules", "actor.lora.target_modules names the layers that get an adapter")
     c.leave(f"{MODEL}.lora_adapter_path", "add the adapter to the model first, or restore=CHECKPOINT")
 
@@ -402,7 +388,7 @@ def _trainer(c: Conversion, batch: int) -> None:
     steps = c.get("trainer.total_training_steps")
     if steps is not None:
         c.set("steps", c.number(int, "trainer.total_training_steps", 1), "trainer.total_training_steps")
-        c.get("trainer.total_epochs")
+        c.skip("trainer.total_epochs")
     else:
         c.set_steps("trainer.total_epochs", c.number(int, "trainer.total_epochs", 30), batch)
     for name in ("actor", "critic"):
@@ -422,14 +408,7 @@ def _trainer(c: Conversion, batch: int) -> None:
         c.set("save_every", last, "trainer.save_freq")
     c.set("validate_every", max(c.number(int, "trainer.test_freq", -1), 0), "trainer.test_freq")
     c.move("trainer.max_actor_ckpt_to_keep", "keep_last")
-    loggers = c.get("trainer.logger", [])
-    loggers = [loggers] if isinstance(loggers, str) else list(loggers)
-    project = c.get("trainer.project_name")
-    if wanted := [f"{one}:{project}" if project else one for one in loggers if one in TRACKERS]:
-        c.set("trackers", wanted, "trainer.logger")
-    for one in loggers:
-        if one not in (*TRACKERS, "console", "tensorboard"):
-            c.left.append((f"trainer.logger={one}", f"the trackers are {', '.join(TRACKERS)}, and module:Class"))
+    c.trackers("trainer.logger", ("console", "tensorboard"), c.get("trainer.project_name"))
     c.leave("trainer.resume_mode", "resume=must, or resume=never in a new run directory", unless="auto")
     c.leave("trainer.resume_from_path", "restore=CHECKPOINT begins with the weights of another run")
     c.leave("trainer.experiment_name", "rlmesh train --name NAME")
@@ -438,14 +417,12 @@ def _trainer(c: Conversion, batch: int) -> None:
     c.leave("trainer.critic_warmup", "the actor learns from the first step on", unless=0)
     modes = {"colocate_async": "one-step-off", "separate_async": "async(staleness=…)"}
     if (mode := c.get("trainer.v1.trainer_mode", "sync")) != "sync":
-        c.left.append(
-            (f"trainer.v1.trainer_mode={mode}", f"pipeline={modes.get(mode, 'one-step-off')}, placement=separate")
-        )
+        c.advise(f"trainer.v1.trainer_mode={mode}", f"pipeline={modes.get(mode, 'one-step-off')}, placement=separate")
 
 
 def _oddities(c: Conversion) -> None:
-    for place in ("algorithm.use_pf_ppo", "distillation.enabled", f"{MODEL}.mtp.enable", "transfer_queue.enable"):
-        c.leave(place, "there is no counterpart: leave it out", unless=False)
+    for key in ("algorithm.use_pf_ppo", "distillation.enabled", f"{MODEL}.mtp.enable", "transfer_queue.enable"):
+        c.leave(key, "there is no counterpart: leave it out", unless=False)
     c.leave(f"{ACTOR}.freeze_vision_tower", "models of text only", unless=False)
     c.leave(f"{MODEL}.enable_activation_offload", "actor.activation_checkpointing saves memory", unless=False)
     for place in (f"{ACTOR}.fsdp_config", "critic.fsdp"):

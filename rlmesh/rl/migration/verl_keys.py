@@ -1,4 +1,4 @@
-"""Keys of verl's configuration that change no numbers of a run here, and those with an advice of their own."""
+"""Keys of verl's configuration that change no numbers here, and keys that need an advice of their own."""
 
 from __future__ import annotations
 
@@ -111,8 +111,8 @@ HARMLESS = {
     "hydra.*": "Hydra",
     "defaults": "Hydra",
 }  # fmt: skip
-"""Patterns of keys that change no numbers here, and why."""
+"""Patterns of keys that change no numbers here, with the reason."""
 UNSUPPORTED = {
     "actor_rollout_ref.*lora*": "set actor.lora",
 }
-"""Patterns of keys that change something, and what to do."""
+"""Patterns of keys that change something, with an advice."""

@@ -1,1 +1,1 @@
-"""Views of a recorded run: its bottleneck (`rlmesh doctor RUN`), a step again, and the policy as a folder."""
+"""Tools for a recorded run: find its bottleneck (`rlmesh doctor RUN`), replay a step, export the policy."""

@@ -1,4 +1,4 @@
-"""`diagnose`: the bottleneck of a run, from the reports of its steps, and the one setting to change. Pure."""
+"""`diagnose`: finds the bottleneck of a run in the reports of its steps, and the setting to change. No I/O."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 __all__ = ["Advice", "Diagnosis", "Part", "diagnose"]
 
 Part = Literal["sampling", "scoring", "evaluating", "training", "pushing", "saving", "validating", "other"]
-"""The parts of a step, as the trainer's thread sees them. They add up to the whole step."""
+"""The parts of a step on the trainer's thread. Their times add up to the time of the step."""
 
 MEANING: Mapping[Part, str] = {
     "sampling": "the trainer waits for responses",
@@ -29,17 +29,17 @@ MEANING: Mapping[Part, str] = {
     "other": "data, weights of the loss, reports",
 }
 SMALL_PASS = 4096
-"""Tokens of a pass below which its fixed costs are likely to count."""
+"""A pass over fewer tokens is likely to be slowed by its fixed costs."""
 ROOM, FULL = 0.75, 0.92
-"""Shares of memory in use up to which a pass may grow, and above which a run is near its limit."""
+"""Passes may grow while less than ``ROOM`` of the memory is in use; above ``FULL`` a run is near its limit."""
 GROWTH = 8
-"""The largest factor by which an advice changes a number at once."""
+"""The largest factor by which an advice changes a number."""
 
 
 OTHER_TRAINING = (
     "algorithm.kl", "algorithm.correction", "actor.lora.rank", "batch_size", "pipeline", "rollout.oversampling",
 )  # fmt: skip
-"""Settings that save time and change what is trained, some of which a run that goes on refuses."""
+"""Settings that save time but change the training; a run that resumes refuses some of these changes."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class Advice:
     Attributes:
         setting: the key, such as ``rollout.engines``.
         value: the proposed value.
-        why: with figures.
+        why: the reason, with figures.
     """
 
     setting: str
@@ -62,8 +62,8 @@ class Diagnosis:
     """The bottleneck of a run.
 
     Attributes:
-        first, last: the steps that were looked at.
-        count: their number.
+        first, last: the first and the last step that count.
+        count: the number of steps that count.
         step_s: the mean time of a step, in seconds.
         parts: the mean time of each part, in seconds.
         bottleneck: the part that takes most of the time.
@@ -99,8 +99,8 @@ def diagnose(steps: Sequence[StepReported], run: Run | None = None) -> Diagnosis
     The first step, in which processes warm up, is left out if there are others.
 
     Args:
-        steps: reports, in order.
-        run: the settings; ``None``: unknown, so that an advice has a direction instead of a value.
+        steps: the reports in order.
+        run: the settings; ``None``: unknown, so that the advice names a direction instead of a value.
 
     Raises:
         UsageError: the reports have no times of phases.
@@ -140,14 +140,14 @@ class _Figures:
         for one in self.chosen:
             validating += one.metrics.get("time/validation_s", 0.0)
             since = one.metrics.get("time/between_s", 0.0)
-            # The time between two steps has the validation of the first one, if that was not left to the background.
+            # The time between two steps contains the validation of the first one, unless it ran in the background.
             before = self._before.get(one.step - 1)
             if before is not None and before.validated:
                 validating += since
             else:
                 between += since
         waited, drained = self.mean("time/wait_s"), self.mean("time/drain_s")
-        given = self.mean("buffer/trainer_wait_s", -1.0) < 0  # the responses are in the data
+        given = self.mean("buffer/trainer_wait_s", -1.0) < 0  # responses of the data need no sampling
         scoring = 0.0 if given else min(self.mean("buffer/scoring_wait_s"), waited + drained)
         found: dict[Part, float] = {
             "sampling": 0.0 if given else waited + drained - scoring,

@@ -63,12 +63,12 @@ def _copied(model: Path, folder: Path, steps: int) -> int:
 
 
 def _from_checkpoint(run_dir: Path, checkpoint: Path, folder: Path) -> int:
-    from rlmesh.rl.reading.lone_roles import lone_roles, lone_settings
+    from rlmesh.rl.reading.lone_roles import lone_roles
 
     saved = read_checkpoint(checkpoint)
     saved.require_part("actor")
     run: Run = load_saved_run(run_dir)
-    with lone_roles(lone_settings(run), checkpoint, actor_only=True) as (roles, _):
+    with lone_roles(run, checkpoint, actor_only=True) as (roles, _):
         roles["ACTOR"].invoke("export", str(folder))
     run.tokenizer().save_pretrained(folder)
     return saved.step

@@ -1,13 +1,10 @@
-"""The models in training of a recorded run, in this process and without engines, at the step of one of its
-checkpoints."""
+"""The roles of a recorded run in this process, without engines, with the weights of a checkpoint."""
 
 from __future__ import annotations
 
-import gc
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,43 +12,36 @@ import torch
 
 from rlmesh import JobInfo, WorkerContext
 from rlmesh.rl.checkpoints.store import checkpoint_folder, read_checkpoint
+from rlmesh.rl.offline.roles import OfflineActor
 from rlmesh.rl.roles.critic import CriticRole
 from rlmesh.rl.roles.reference import ReferenceRole
-from rlmesh.rl.trainers.here import MetricsLink, RoleHere, one_rank
-from rlmesh.rl.trainers.job import given_roles
-from rlmesh.rl.trainings.roles import GivenActor
+from rlmesh.rl.trainers.here import MetricsLink, RoleHere, one_rank_each, roles_here
+from rlmesh.rl.trainers.job import offline_roles
 
 if TYPE_CHECKING:
     from rlmesh.rl.trainers.run import Run
 
-__all__ = ["lone_roles", "lone_settings"]
-
-
-def lone_settings(run: Run) -> Run:
-    """The settings of a run for one rank of each role."""
-    return replace(
-        run, actor=replace(run.actor, ranks=1), critic=replace(run.critic, ranks=1), placement="separate",
-        rollout=replace(run.rollout, engines=1),
-    )  # fmt: skip
+__all__ = ["lone_roles"]
 
 
 @contextmanager
 def lone_roles(
     run: Run, checkpoint: Path | None, *, actor_only: bool = False
 ) -> Iterator[tuple[dict[str, RoleHere], WorkerContext]]:
-    """Actor, critic and reference, as far as the algorithm has them, each with one rank, and the context of a trainer.
-    Nothing is written into the directory of the run.
+    """Make actor, critic and reference (those that the algorithm needs), each with one rank, and a trainer's context.
+
+    Nothing is written into the run directory.
 
     Args:
-        run: the settings, see `lone_settings`.
-        checkpoint: the folder of the step's checkpoint; ``None``: the roles are as a run begins.
+        run: the settings of the run.
+        checkpoint: the folder of a checkpoint; ``None``: the roles have the weights with which the run began.
         actor_only: without critic and reference.
 
     Raises:
         UsageError: the checkpoint is refused.
     """
     needs, responses = run.algorithm.needs, run.algorithm.responses
-    kinds: dict[str, type[Any]] = {"ACTOR": given_roles(responses)[1] or GivenActor}
+    kinds: dict[str, type[Any]] = {"ACTOR": offline_roles(responses)[1] or OfflineActor}
     if not actor_only and "reference" in needs:
         kinds["REFERENCE"] = ReferenceRole
     if not actor_only and "critic" in needs and responses != "ranked":
@@ -64,19 +54,10 @@ def lone_roles(
             link.parent.mkdir()
             link.symlink_to(checkpoint.resolve())
         device = "GPU" if torch.cuda.is_available() else "CPU"
-        job = JobInfo("replay", "replay", run, device)
+        job = JobInfo("replay", "replay", one_rank_each(run), device)
 
         def context(role: str) -> WorkerContext:
             return WorkerContext(job, role, 0, 1, MetricsLink(run_dir), run_dir=run_dir)
 
-        with one_rank():
-            roles: dict[str, RoleHere] = {}
-            try:
-                for role, kind in kinds.items():
-                    roles[role] = RoleHere(context(role), kind)
-                    roles[role].invoke("setup")
-                yield roles, context("TRAINER")
-            finally:
-                for one in reversed(roles.values()):
-                    one.invoke("teardown")
-                gc.unfreeze()  # what the roles made may be garbage now
+        with roles_here(kinds, context) as roles:
+            yield roles, context("TRAINER")

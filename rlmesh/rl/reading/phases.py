@@ -1,4 +1,4 @@
-"""`StepPhases`: the time of each phase of a training step, and the memory that is in use, for the report."""
+"""`StepPhases`: measures the time of each phase of a training step; `memory_share`: the memory in use."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class StepPhases:
     """Measures the phases of a step, one after the other, in seconds.
 
     Args:
-        clock: seconds.
+        clock: returns seconds.
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
@@ -32,7 +32,7 @@ class StepPhases:
         self._began = self._last = now
 
     def end(self, phase: str) -> None:
-        """End a phase, which began where the one before ended."""
+        """End a phase, which began at the end of the phase before it."""
         now = self._clock()
         last = now if self._last is None else self._last
         self._seconds[phase] = self._seconds.get(phase, 0.0) + now - last

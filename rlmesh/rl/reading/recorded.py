@@ -1,4 +1,4 @@
-"""The groups of a recorded step, made again from its file of samples."""
+"""The groups of a recorded step, read from its file of samples."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from rlmesh.rl.types import Episode, Failed, Group, Outcome, Score, Turn
 __all__ = ["TOTAL", "recorded_groups", "recorded_steps", "recorded_total"]
 
 TOTAL = "total"
-"""The name of the one outcome that a recorded episode has: the sum of its rewards."""
+"""Name of the only outcome of a recorded episode: the sum of its rewards."""
 
 
 def recorded_steps(run_dir: Path) -> list[int]:
@@ -81,8 +81,8 @@ def _episode(row: Mapping[str, Any]) -> Episode:
 
 
 def _turns(row: Mapping[str, Any]) -> Iterator[Turn]:
-    """The turns after the prompt: stretches of tokens from one source. Stretches of the policy's tokens that followed
-    each other without a token of the environment become one, which changes no mask and no number."""
+    """The turns after the prompt: sequences of tokens from one source. Turns of the policy that follow each other
+    directly become one turn, which changes no mask and no number."""
     ids = np.asarray(row["response_ids"], np.int32)
     log_probs = np.asarray(row["log_probs"], np.float32)
     mask = np.asarray(row["response_mask"], np.bool_)

@@ -1,7 +1,7 @@
 """`replay`: computes a recorded step of a run again, from the checkpoint before it and the samples.
 
-On CPUs, in float32, with one thread and one rank, the result has the same bits: the weights, the loss and all metrics
-of the optimizer steps. Elsewhere they are equal up to rounding.
+On CPUs, in float32, with one thread and one rank, the weights, the loss and all metrics of the optimizer steps are
+equal bit for bit; elsewhere they are equal up to rounding.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from rlmesh.errors import UsageError
 from rlmesh.rl.checkpoints.state import restore_states, seed_generators
 from rlmesh.rl.checkpoints.store import checkpoint_folder, read_checkpoint
 from rlmesh.rl.drift import DriftAlarm
-from rlmesh.rl.reading.lone_roles import lone_roles, lone_settings
+from rlmesh.rl.engines.weight_parts import owned_names
+from rlmesh.rl.reading.lone_roles import lone_roles
 from rlmesh.rl.reading.recorded import recorded_groups, recorded_total
 from rlmesh.rl.reading.steps import read_steps
 from rlmesh.rl.roles.trained import TrainedRole
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
 __all__ = ["Replayed", "replay"]
 
 ALGORITHM = "algorithm"
-"""The name of the algorithm among the objects of a checkpoint, and of the alarm about log-probabilities."""
+"""Names in a checkpoint of the algorithm's state, and of the state of the drift alarm."""
 ALARM = "alarm"
 
 
@@ -42,13 +43,14 @@ class Replayed:
     """A step that was computed again.
 
     Attributes:
-        step: of the run.
-        began: the step of the checkpoint that it was computed from; 0: the beginning of the run.
-        metrics: of the step, as computed now.
-        recorded: the metrics of the step's report.
-        weights_equal: the weights after the step have the bits of the step's checkpoint; None: it has no checkpoint.
+        step: the step.
+        began: the step of the checkpoint that the replay began with; 0: the beginning of the run.
+        metrics: metrics of the step, as computed now.
+        recorded: metrics of the step's report.
+        weights_equal: True if the weights after the step equal those of the step's checkpoint bit for bit; None: the
+            step has no checkpoint.
         limits: reasons why bits may differ, one sentence each.
-        weights: of the actor after the step, by name.
+        weights: the actor's weights after the step, by name.
     """
 
     step: int
@@ -98,19 +100,19 @@ def replay(run_dir: Path, run: Run, step: int) -> Replayed:
     """Compute a step again; see the module. Steps between the checkpoint and this one are computed again too.
 
     Args:
-        run_dir: of the run. Nothing is written there.
-        run: its settings (`rlmesh.rl.evaluation.saved_run.load_saved_run`).
+        run_dir: the run directory. Nothing is written there.
+        run: the run's settings (`rlmesh.rl.evaluation.saved_run.load_saved_run`).
         step: from 1 on.
 
     Raises:
-        UsageError: something that the step needs was not recorded; the message says what is missing.
+        UsageError: the recording lacks something that the step needs; the message says what.
     """
     reports = {one.step: one.metrics for one in read_steps(run_dir)}
     _require_replayable(run, reports, step, run_dir)
     began = _checkpoint_before(run_dir, step)
     groups = {number: recorded_groups(run_dir, number) for number in range(began + 1, step + 1)}
     folder = checkpoint_folder(run_dir, began) if began else None
-    with lone_roles(lone_settings(run), folder) as (roles, context), acting_as(context):
+    with lone_roles(run, folder) as (roles, context), acting_as(context):
         trainer = _Replayer(roles, groups)
         trainer.setup()
         if folder is not None:
@@ -121,7 +123,7 @@ def replay(run_dir: Path, run: Run, step: int) -> Replayed:
     after = checkpoint_folder(run_dir, step)
     equal: bool | None = None
     if (after / "checkpoint.json").exists():
-        with lone_roles(lone_settings(run), after, actor_only=True) as (saved, _):
+        with lone_roles(run, after, actor_only=True) as (saved, _):
             kept = _weights_of(saved["ACTOR"])
         equal = kept.keys() == weights.keys() and all(torch.equal(kept[name], weights[name]) for name in kept)
     return Replayed(step, began, trainer.last, reports[step], equal, tuple(_limits(run)), weights)
@@ -150,7 +152,7 @@ def _checkpoint_before(run_dir: Path, step: int) -> int:
 def _weights_of(actor: RoleHere) -> dict[str, torch.Tensor]:
     role: TrainedRole = actor.object
     source = role.engine.named_tensors()
-    names = [spec.name for spec in source.manifest() if spec.alias_of is None]
+    names = owned_names(source.manifest())
     with source.gather(names) as tensors:
         return {name: tensors[name].detach().cpu().clone() for name in names}
 
@@ -172,7 +174,7 @@ def _limits(run: Run) -> list[str]:
 
 
 class _RecordedRewards:
-    """The sums of rewards as they were recorded."""
+    """Stands for the rewards of the run: returns the recorded sums."""
 
     def total(self, episode: Episode) -> Outcome:
         return recorded_total(episode)
@@ -182,8 +184,8 @@ class _Replayer(Trainer):
     """The trainer of a run without engines, buffer and files: its steps take recorded groups.
 
     Args:
-        roles: the models, in this process.
-        groups: by step.
+        roles: the roles in this process, by name.
+        groups: the groups of each step.
     """
 
     def __init__(self, roles: Mapping[str, RoleHere], groups: Mapping[int, Sequence[Group]]) -> None:
@@ -199,7 +201,7 @@ class _Replayer(Trainer):
         self.version, self.last = 0, {}
 
     def restore(self, checkpoint: Path) -> None:
-        """Bring the algorithm and the alarm to their states in a checkpoint, whose weights the roles have already."""
+        """Restore the algorithm and the drift alarm from a checkpoint, whose weights the roles have already."""
         saved = read_checkpoint(checkpoint)
         states = saved.trainer_state()["objects"]
         objects = {ALGORITHM: self.algorithm, ALARM: self.alarm}

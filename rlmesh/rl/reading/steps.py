@@ -39,7 +39,7 @@ class StepReported:
 
 
 def read_steps(run_dir: Path) -> list[StepReported]:
-    """The reports of all training steps, in order; of a step that was made again, the last one.
+    """The reports of all training steps, in order; of a step that was repeated, the last report.
 
     Raises:
         UsageError: the directory has no reports of a run, or another user may have written them.
@@ -50,7 +50,7 @@ def read_steps(run_dir: Path) -> list[StepReported]:
     except FileNotFoundError:
         raise UsageError(f"{run_dir} has no {METRICS}, so it is no directory of a run") from None
     except OSError as error:
-        raise UsageError(f"it is not read: {error}") from error
+        raise UsageError(f"{path} is not read: {error}") from error
     found: dict[int, StepReported] = {}
     for line in text.decode().splitlines():
         if _MARK not in line:
@@ -59,7 +59,7 @@ def read_steps(run_dir: Path) -> list[StepReported]:
             entry = json.loads(line)
             metrics = {name: float(value) for name, value in entry["metrics"].items() if value is not None}
         except (ValueError, KeyError, TypeError, AttributeError):
-            continue  # the end of a file that is being written
+            continue  # an incomplete last line of a file that is being written
         if _MARK in metrics:
             found[int(entry["step"])] = StepReported(int(entry["step"]), float(entry["at"]), metrics)
     if not found:

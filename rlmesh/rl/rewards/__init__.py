@@ -38,7 +38,7 @@ _WHERE = {
 
 
 def __getattr__(name: str) -> Any:
-    """Import on first use what needs more packages."""
+    """Import names that need optional packages on first use."""
     if name in _WHERE:
         return getattr(import_module(_WHERE[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

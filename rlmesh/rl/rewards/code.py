@@ -29,7 +29,7 @@ class _Test:
     code: str = ""
 
     def run(self, sandbox: Sandbox, program: str, wall_s: float, tolerance: float) -> tuple[Ran, bool]:
-        """How the program ended, and whether it passed the test."""
+        """Run the program on the test: how it ended, and whether it passed."""
         if self.code:
             ran = sandbox.test(program, self.code, wall_s=wall_s)
             return ran, bool(ran.answer)
@@ -70,15 +70,15 @@ def compute_score(
     Args:
         solution_str: the response.
         ground_truth: the tests.
-        cpu_s: CPU time of each test, in whole seconds.
-        total_s: for all tests together, below the ``timeout_s`` of the `Reward`: if the pool of scorers ends the call
-            first, the response is `Failed` instead of wrong.
-        memory_bytes: of each test.
-        partial: give the share of tests that pass. By default, one that fails makes the score 0.
+        cpu_s: limit for the CPU time of each test, in whole seconds.
+        total_s: time for all tests together. It must be below the ``timeout_s`` of the `Reward`: if the process pool
+            ends the call first, the response is `Failed` instead of wrong.
+        memory_bytes: memory limit of each test.
+        partial: True: the score is the share of tests that pass. False: one failed test makes the score 0.
         tolerance: numbers differ by at most this, relative to the right one if that is above 1.
         isolated: False runs the program where the kernel does not allow isolation; it can then reach network and files.
         paths: folders of modules that programs may import, besides the standard library.
-        score: of a right program.
+        score: the score of a right program.
 
     Returns:
         the score; the metric ``passed`` is the share of tests that pass; ``reason`` names the first that does not.

@@ -18,7 +18,7 @@ def compute_score(solution_str: str, ground_truth: object, *, normalise: bool = 
         ground_truth: the right text, or a list of texts of which any is right.
         normalise: compare without case, punctuation, articles and superfluous white space, as SQuAD does (Rajpurkar et
             al. 2016, arXiv:1606.05250).
-        score: of a right answer; a wrong one has 0.
+        score: the score of a right answer; a wrong one has 0.
     """
     rights = ground_truth if isinstance(ground_truth, (list, tuple)) else [ground_truth]
     texts = {_normalised(str(text)) if normalise else str(text) for text in rights}

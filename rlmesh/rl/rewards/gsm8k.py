@@ -22,7 +22,7 @@ def compute_score(
         ground_truth: the right number, or a text that is one.
         method: ``strict`` takes the number after the last ``####``; ``flexible`` takes that, or else the last number of
             the response.
-        score: of a right answer; a wrong one has 0.
+        score: the score of a right answer; a wrong one has 0.
 
     Returns:
         the score; ``reason`` says why it is 0: ``"no answer"`` or ``"wrong answer"``.

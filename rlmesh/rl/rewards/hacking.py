@@ -1,7 +1,8 @@
-"""`RewardAlarm`: tells once when the policy seems to exploit a reward: by length, by repetition, or by one component of
-the reward at the cost of another.
+"""`RewardAlarm`: an alarm that the policy seems to exploit a reward.
 
-Each check compares the last steps with the first steps of the run (`RewardAlarmSettings`). It costs no model pass.
+A policy exploits rewards by length, by repetition, or by one component of the reward at the cost of another. Each check
+compares the last steps with the first steps of the run (`RewardAlarmSettings`), without a forward pass of the model.
+Each kind of alarm is raised once.
 """
 
 from __future__ import annotations
@@ -15,7 +16,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
-from numpy.lib.stride_tricks import sliding_window_view
 
 from rlmesh import current_worker, private_files
 from rlmesh.errors import UsageError
@@ -29,16 +29,15 @@ __all__ = ["AlarmKind", "RewardAlarm", "alarm_file", "repetition"]
 
 AlarmKind = Literal["length", "repetition", "components"]
 GRAM = 4
-"""Tokens of the sequences whose repetition is counted."""
+"""Length of the token sequences whose repetition is counted."""
 SHORTEST = 16
-"""Tokens of the shortest response in which repetition is counted: in shorter ones it says nothing."""
+"""Repetition is counted in responses of at least this many tokens: in shorter ones it means nothing."""
 FADE = 0.9
-"""The share that the sums of a correlation keep from step to step: they are of about the last ten steps in which the
-responses of a group differed."""
+"""Decay per step of the sums of a correlation: they cover about the last ten steps with different responses."""
 TRAITS = ("length", "repetition")
-"""What of a response may be paid for."""
+"""Traits of a response that a reward may favour by mistake."""
 SHOWN, SHOWN_CHARACTERS = 3, 300
-"""The number of samples that an alarm shows, and how much of each."""
+"""The number of samples that an alarm shows, and of characters of each."""
 LEAST_SCORES = 30
 """Scores below which the mean of a component is too uncertain."""
 
@@ -51,16 +50,16 @@ def alarm_file(run_dir: Path, kind: AlarmKind) -> Path:
 def repetition(ids: Sequence[int] | np.ndarray[Any, Any]) -> float:
     """The share of a response's sequences of four tokens that occurred in it before, in [0, 1); 0 for responses of
     fewer than 16 tokens."""
-    tokens = np.asarray(ids, np.int64)
-    if len(tokens) < SHORTEST:
+    if len(ids) < SHORTEST:
         return 0.0
-    grams = sliding_window_view(tokens, GRAM)
-    return 1 - len(np.unique(grams, axis=0)) / len(grams)
+    tokens = np.asarray(ids).tolist()
+    grams = len(tokens) - GRAM + 1
+    return 1 - len(set(zip(*(tokens[place : place + grams] for place in range(GRAM)), strict=True))) / grams
 
 
 @dataclass(frozen=True, slots=True)
 class _Scored:
-    """An episode with a reward, and what the checks read of it."""
+    """An episode with a reward, and the traits that the checks read."""
 
     key: tuple[int, ...]
     number: int
@@ -73,7 +72,7 @@ class _Scored:
 
 @dataclass(frozen=True, slots=True)
 class _Suspicion:
-    """A check beyond its limit: the reason, and how much a sample shows it."""
+    """A check beyond its threshold: the reason, and a function that orders samples by how clearly they show it."""
 
     kind: AlarmKind
     why: str
@@ -81,12 +80,14 @@ class _Suspicion:
 
 
 class RewardAlarm:
-    """See the module. Its state is part of checkpoints, so a run that goes on tells nothing twice.
+    """Compares each step with the first steps; see the module.
+
+    Its state is part of checkpoints, so a resumed run does not repeat an alarm.
 
     Args:
         settings: thresholds.
-        rewards: of the run.
-        run_dir: gets a file with the samples that show an alarm (`alarm_file`).
+        rewards: the rewards of the run.
+        run_dir: the run directory, for files with the samples of an alarm (`alarm_file`).
         tell: prints a text for people.
     """
 
@@ -99,7 +100,7 @@ class RewardAlarm:
         self.restore({"first": [], "last": [], "sums": {name: [0.0] * 3 for name in TRAITS}, "told": []})
 
     def state(self) -> dict[str, Any]:
-        """Summaries of the first and of the last steps, and the alarms that were told."""
+        """Summaries of the first and of the last steps, and the alarms that were raised."""
         return {
             "first": list(self._first),
             "last": list(self._last),
@@ -108,18 +109,18 @@ class RewardAlarm:
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go to a state."""
+        """Take over a state."""
         self._first: list[dict[str, Any]] = list(state["first"])
         self._last: list[dict[str, Any]] = list(state["last"])
         self._sums: dict[str, list[float]] = {name: list(sums) for name, sums in state["sums"].items()}
         self._told: list[str] = list(state["told"])
 
     def check(self, step: int, groups: Sequence[Group]) -> dict[str, float]:
-        """Compare a step with the first ones; returns metrics. An alarm is told when it is raised for the first time.
+        """Compare a step with the first steps, and raise alarms that are new; returns metrics.
 
         Args:
-            step: of the run.
-            groups: scored, as they were trained on.
+            step: number of the step.
+            groups: the scored groups that the step was trained on.
         """
         if not self._rewards.rewards or not self._settings.on:
             return {}
@@ -152,7 +153,7 @@ class RewardAlarm:
                     continue
                 found = {name: one for name, one in episode.outcomes.items() if isinstance(one, Score)}
                 parts = {name: weights[name] * float(one.value) for name, one in found.items() if weights[name]}
-                ids = episode.ids[episode.mask]
+                ids = episode.sampled_ids
                 yield _Scored(group.key, number, episode, float(total.value), len(ids), repetition(ids), parts)
 
     def _judge(self) -> tuple[dict[str, float], list[_Suspicion]]:
@@ -220,7 +221,7 @@ class RewardAlarm:
             for one in samples
         ]
         self._tell("\n".join([head, *lines, f"  more: rlmesh samples {self._run_dir} --step {step} --best"]))
-        with suppress(UsageError):  # outside of a job there is only the text
+        with suppress(UsageError):  # outside of a job there are no alarms
             current_worker().alarm(head)
         content = {"step": step, "kind": suspicion.kind, "why": suspicion.why, "samples": samples}
         try:
@@ -247,21 +248,22 @@ def _summary(step: int, scored: Sequence[_Scored]) -> dict[str, Any]:
 
 
 def _deviations(scored: Sequence[_Scored], trait: str) -> tuple[float, float, float]:
-    """The products of the deviations of a trait and of the reward from the mean of their group: mixed, of the trait, of
-    the reward. If each prompt has one response, the batch is the group."""
-    by_group: dict[tuple[int, ...], list[_Scored]] = {}
-    for one in scored:
-        by_group.setdefault(one.key, []).append(one)
-    groups = list(by_group.values())
-    if all(len(group) == 1 for group in groups):
-        groups = [list(scored)]
-    mixed = traits = rewards = 0.0
-    for group in groups:
-        x = np.asarray([getattr(one, trait) for one in group], np.float64)
-        y = np.asarray([one.reward for one in group], np.float64)
-        x, y = x - x.mean(), y - y.mean()
-        mixed, traits, rewards = mixed + float(x @ y), traits + float(x @ x), rewards + float(y @ y)
-    return mixed, traits, rewards
+    """Sums over the episodes of dx · dy, dx² and dy², with the deviations dx of a trait and dy of the reward from the
+    mean of the group. If each prompt has one response, the batch is the group."""
+    numbers: dict[tuple[int, ...], int] = {}
+    groups = np.array([numbers.setdefault(one.key, len(numbers)) for one in scored])
+    if len(numbers) == len(scored):
+        groups = np.zeros_like(groups)
+    sizes = np.bincount(groups)
+
+    def deviations(of: str) -> np.ndarray[Any, Any]:
+        values = np.array([getattr(one, of) for one in scored], np.float64)
+        means: np.ndarray[Any, Any] = np.bincount(groups, values) / sizes
+        deviating: np.ndarray[Any, Any] = values - means[groups]
+        return deviating
+
+    x, y = deviations(trait), deviations("reward")
+    return float(x @ y), float(x @ x), float(y @ y)
 
 
 def _correlation(sums: Sequence[float]) -> float:

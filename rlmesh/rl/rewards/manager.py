@@ -44,15 +44,16 @@ class RewardManager(Rewards):
         groups = manager(groups)
 
     An episode whose outcomes have ``rm_score``, the score of a reward model, keeps it, and no function is called for
-    it. Otherwise the function gets ``solution_str`` and ``ground_truth``, in a pool of processes. The outcome is
-    ``score``.
+    it. Otherwise the function is called with ``solution_str`` and ``ground_truth`` in a pool of processes, and its
+    result becomes the outcome ``score``.
 
     Args:
-        tokenizer: for the text of responses.
+        tokenizer: decodes responses.
         num_examine: print this many responses of each call, with their scores.
-        select: a data source → its function, which raises `NotImplementedError` for unknown ones.
-        workers: processes that score.
-        timeout_s: of one response.
+        select: function from a data source to the function that scores it; raises `NotImplementedError` for unknown
+            sources.
+        workers: number of processes that score.
+        timeout_s: time limit for one response.
     """
 
     def __init__(
@@ -72,12 +73,12 @@ class RewardManager(Rewards):
         """The same groups, with the outcome of each episode.
 
         Raises:
-            NotImplementedError: no function is for a row's data source; the message names it.
+            NotImplementedError: there is no function for a row's data source; the message names the source.
         """
         return self.score(groups)
 
     def outcomes(self, responses: Sequence[Response], rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Outcome]]:
-        """Per response, the outcome ``rm_score`` or ``score``."""
+        """For each response, its outcome under the name ``rm_score`` or ``score``."""
         left = [place for place, one in enumerate(responses) if RM_SCORE not in one.episode.outcomes]
         for source in {rows[place].get("data_source") for place in left}:
             self.select(source)  # type: ignore[arg-type]

@@ -17,7 +17,7 @@ def compute_score(solution_str: str, ground_truth: object, score: float = 1.0) -
     Args:
         solution_str: the response.
         ground_truth: the right answer, as LaTeX or plain text, with or without ``\\boxed{}``.
-        score: of a right answer; a wrong one has 0.
+        score: the score of a right answer; a wrong one has 0.
 
     Raises:
         ImportError: math-verify is not installed.
@@ -26,7 +26,7 @@ def compute_score(solution_str: str, ground_truth: object, score: float = 1.0) -
     from math_verify import parse, verify
 
     text = str(ground_truth)
-    # The deadlines of the library use SIGALRM, which works on main threads only: the process pool has its own.
+    # The library's own deadlines use SIGALRM, which works on main threads only; the process pool has deadlines instead.
     truth = parse(text, parsing_timeout=None) or parse(f"${text}$", parsing_timeout=None)
     if not truth:
         raise ValueError(f"no mathematics can be read from the ground truth {text!r}")

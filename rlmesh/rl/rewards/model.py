@@ -4,7 +4,7 @@
 
     Run(rewards=[RewardModel("models/helpful", weight=0.5), Reward(gsm8k.compute_score, sources=("openai/gsm8k",))], …)
 
-`RewardModel` is what a `Run` takes and what the trainer calls. The model itself is in the members of the role
+A `Run` takes a `RewardModel`, and the trainer calls it. The model itself is loaded by the members of the role
 (:class:`rlmesh.rl.roles.reward.RewardRole`).
 """
 
@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from rlmesh import RoleGroup
 from rlmesh.errors import UsageError
-from rlmesh.rl.rewards.reward import Response, source_names
+from rlmesh.rl.rewards.reward import Response, number_of, source_names
 from rlmesh.rl.types import Failed, Outcome
 
 __all__ = ["Conversation", "RewardModel"]
@@ -31,7 +31,7 @@ __all__ = ["Conversation", "RewardModel"]
 logger = logging.getLogger(__name__)
 
 GRACE_S = 60.0
-"""The time that a call waits beyond the deadline of scoring, for a member that restarts, in seconds."""
+"""Seconds that a call waits beyond the deadline of scoring, since a member may restart."""
 Inputs = Literal["text", "ids"]
 
 
@@ -63,18 +63,20 @@ class RewardModel:
 
     Attributes:
         model: a folder or hub name of the model and its tokenizer.
-        weight: in the sum of an episode's rewards.
-        name: in metrics. It also names the role: ``REWARD``, or ``REWARD_NAME`` for another name than the default.
-        sources: the name of a data set whose rows it scores, or names; it abstains on others. Empty: all rows.
+        weight: weight in the sum of an episode's rewards.
+        name: name in metrics, and in the name of the role: ``REWARD``, or ``REWARD_NAME`` for another name than the
+            default.
+        sources: the name or names of data sets (``data_source``) whose rows it scores; it abstains on other rows.
+            Empty: it scores all rows.
         label: name or number of the label, for models with several.
         inputs: ``"text"``: prompt and response in the format of the model's own tokenizer (its chat template for
             messages). ``"ids"``: the tokens as they were sampled; both tokenizers must have the same vocabulary.
-        members: processes of the role; each has the whole model.
-        max_tokens: longer conversations fail, they are not cut; 0: the model's own limit.
+        members: number of processes of the role; each has the whole model.
+        max_tokens: the most tokens of a conversation; a longer one is `Failed`, not cut. 0: the model's own limit.
         token_budget: the most tokens of a forward pass, padding included.
-        timeout_s: of scoring one batch, in seconds. Responses that are not scored by then fail.
-        precision: of the model.
-        threads: of each member's CPU work; 0: torch's default.
+        timeout_s: seconds in which a batch must be scored; responses that are not scored by then are `Failed`.
+        precision: dtype of the model.
+        threads: torch's threads in each member; 0: torch's default.
 
     Raises:
         UsageError: a setting is out of range.
@@ -99,6 +101,7 @@ class RewardModel:
         faults = [
             f"{name}={getattr(self, name)} must be {bound}"
             for name, bound, right in (
+                ("weight", "a finite number", number_of(self.weight) is not None),
                 ("members", "≥ 1", self.members >= 1),
                 ("max_tokens", "≥ 0", self.max_tokens >= 0),
                 ("token_budget", "≥ 1", self.token_budget >= 1),
@@ -128,14 +131,14 @@ class RewardModel:
         rows: Sequence[Mapping[str, Any]],
         group: Callable[[str], Any] = RoleGroup,
     ) -> Callable[[], list[Outcome]]:
-        """Send responses to the role; gives a function that waits for their outcomes, in the same order.
+        """Send responses to the role; returns a function that waits for their outcomes, in the same order.
 
-        Every error of the call is a `Failed` of all these responses.
+        If the call fails, all these responses are `Failed`.
 
         Args:
-            responses: to score.
-            rows: of each.
-            group: the name of a role → its members.
+            responses: the responses to score.
+            rows: the row of each response.
+            group: function from the name of a role to its members.
         """
         sent = [conversation(response, row) for response, row in zip(responses, rows, strict=True)]
 
@@ -159,10 +162,10 @@ class RewardModel:
         return wait
 
     def faults(self, tokenizer: Any, row: Mapping[str, Any]) -> Iterator[str]:
-        """One sentence per fault that can be found without the weights.
+        """One sentence per fault that can be found without loading the weights.
 
         Args:
-            tokenizer: of the policy.
+            tokenizer: the tokenizer of the policy.
             row: row 0 of the data.
         """
         from transformers import AutoConfig, AutoTokenizer
@@ -190,7 +193,7 @@ class RewardModel:
             yield "the prompts are chat messages, but its tokenizer has no chat template"
 
     def label_of(self, config: Any) -> int | None:
-        """The number of the label that is the reward; ``None`` for a model with one.
+        """The index of the label that is the reward; ``None`` for a model with one label.
 
         Raises:
             UsageError: the model has several labels and none of them is chosen, or the label does not exist.

@@ -7,7 +7,7 @@ from fractions import Fraction
 
 __all__ = ["first_number", "last_number", "to_fraction"]
 
-# The parts of a number, in order: sign, currency, sign after the currency, digits, denominator. Minus signs of Unicode
+# The parts of a number, in order: sign, currency, sign after the currency, digits, denominator. Unicode's minus signs
 # count as minus.
 _SIGN = r"[-+\u2212\u2013]?"
 _DIGITS = r"(?:\d+(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+"
@@ -19,7 +19,7 @@ _ANYWHERE = re.compile(rf"(?<![\w.,]){_NUMBER}|(?P<digits2>{_DIGITS})")
 
 
 def first_number(text: str) -> Fraction | None:
-    """The number that ``text`` begins with, after white space and emphasis; ``None`` if there is none."""
+    """The number at the beginning of ``text``, after white space and emphasis marks; ``None`` if there is none."""
     found = _AT_START.match(text)
     return None if found is None else _value(found)
 

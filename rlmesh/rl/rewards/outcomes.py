@@ -1,4 +1,4 @@
-"""Outcomes from the return values of reward functions, and combinations of outcomes. No I/O."""
+"""Conversion of reward functions' return values to outcomes, and combinations of outcomes. No I/O."""
 
 from __future__ import annotations
 
@@ -37,6 +37,8 @@ def to_outcome(value: Any) -> Outcome:
         numbers = {str(name): number for name, number in value.items() if name != "score" and _is_number(number)}
         answer = value.get("answer", value.get("pred", inner.answer))
         metrics = {name: float(number) for name, number in numbers.items() if name not in ("answer", "pred")}
+        if wrong := [name for name, number in metrics.items() if not np.isfinite(number)]:
+            return Failed(f"the scorer returned a mapping whose {wrong[0]!r} is {metrics[wrong[0]]}")
         return Score(inner.value, metrics, inner.reason, None if answer is None else str(answer))
     if isinstance(value, (bool, np.bool_)):
         return Score(float(value))
@@ -50,8 +52,8 @@ def to_outcomes(value: Any, size: int) -> list[Outcome]:
     """The outcomes for a return value of a batched reward function.
 
     Args:
-        value: a sequence or array of ``size`` values; anything else is a failure of all.
-        size: responses of the batch.
+        value: a sequence or array of ``size`` values; with anything else, all responses are `Failed`.
+        size: number of responses.
     """
     try:
         values = [] if isinstance(value, (str, bytes, Mapping)) else list(value)
@@ -65,17 +67,17 @@ def to_outcomes(value: Any, size: int) -> list[Outcome]:
 
 
 def combine(outcomes: Mapping[str, Outcome], weights: Mapping[str, float]) -> Outcome:
-    """One outcome of an episode from those of its rewards.
+    """Combine the outcomes of an episode's rewards into one.
 
     If one reward fails, the episode fails: a sum without that reward would be another reward. Rewards that abstain are
     left out of the sum; if all abstain, the episode abstains.
 
     Args:
-        outcomes: by the name of the reward.
-        weights: by the same names.
+        outcomes: the outcome of each reward, by the reward's name.
+        weights: the weight of each reward, by the same names.
 
     Returns:
-        ``Σ weight · score``; the metrics of all, each under ``name/metric``; the answer that the first of them found.
+        A score of ``Σ weight · score``, with all metrics as ``name/metric`` and the first answer that a reward found.
     """
     if len(outcomes) == 1:
         ((name, only),) = outcomes.items()
@@ -95,10 +97,10 @@ def combine(outcomes: Mapping[str, Outcome], weights: Mapping[str, float]) -> Ou
 
 
 def metrics_of(outcomes: Sequence[Mapping[str, Outcome]]) -> dict[str, float]:
-    """Numbers for the report, over the episodes of a batch.
+    """The metrics of rewards, over the episodes of a batch.
 
     Args:
-        outcomes: of each episode, by the name of the reward.
+        outcomes: for each episode, the outcomes by the reward's name.
 
     Returns:
         per reward ``reward/NAME`` (mean of the scores), ``reward/NAME/abstained`` and ``/failed`` (shares), and the
@@ -120,5 +122,5 @@ def metrics_of(outcomes: Sequence[Mapping[str, Outcome]]) -> dict[str, float]:
 def _is_number(value: Any) -> bool:
     if isinstance(value, (int, float, np.number)):
         return True
-    # Tensors and arrays of one number, without importing torch.
+    # True for tensors and arrays of one number too, without importing torch.
     return hasattr(value, "item") and getattr(value, "shape", None) in ((), (1,))

@@ -1,23 +1,21 @@
 """`ScoringPool`: reward functions in separate processes, with a deadline and a memory limit for each call.
 
-A scorer that loops, stays in C code for minutes or uses too much memory is killed alone: its sample is `Failed`, and a
-new process takes its place. Deadlines by signals cannot do that: they work only on main threads, and not in C code.
-
-The pool is pebble's (``pip install rlmesh[rewards]``).
+If a function loops, hangs in C code or uses too much memory, only its process is killed: its sample is `Failed`, and a
+new process takes its place. Deadlines by signals cannot do this: they work only on main threads, and not in C code. The
+pool is pebble's (``pip install rlmesh[rewards]``).
 """
 
 from __future__ import annotations
 
 import ctypes
-import logging
 import multiprocessing
 import resource
 import signal
 import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import CancelledError, Future
+from contextlib import AbstractContextManager
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import cloudpickle
@@ -28,17 +26,15 @@ from rlmesh.rl.types import Failed, Outcome
 
 __all__ = ["PROCESS_DIED", "ScoringPool"]
 
-logger = logging.getLogger(__name__)
-
 PROCESS_DIED = "the scorer's process ended"
-"""Begins the reason of a failure that a scorer's death has caused."""
+"""Beginning of the reason of a `Failed` whose cause is the death of the scoring process."""
 _PR_SET_PDEATHSIG = 1
 
 _functions: dict[str, Callable[..., Any]] = {}
 _broken: str | None = None
 
 
-class ScoringPool:
+class ScoringPool(AbstractContextManager["ScoringPool"]):
     """A pool of processes that score.
 
     ::
@@ -49,9 +45,9 @@ class ScoringPool:
     Its methods may be called from any thread; `submit` never blocks.
 
     Args:
-        functions: by name. They are sent once to each process, by cloudpickle.
-        workers: processes.
-        timeout_s: of one call, from its start.
+        functions: the functions by name. They are sent once to each process, by cloudpickle.
+        workers: number of processes.
+        timeout_s: time limit of a call, from its start.
         memory_bytes: memory that a process may allocate after the functions are loaded.
 
     Raises:
@@ -80,16 +76,16 @@ class ScoringPool:
             workers,
             initializer=_begin,
             initargs=(_pickled(functions), memory_bytes),
-            # Forked children would inherit locks of this process's threads, possibly locked.
+            # Forked children would inherit locks that other threads of this process hold.
             context=multiprocessing.get_context("spawn"),
         )
 
     def submit(self, name: str, /, **arguments: Any) -> Future[Outcome]:
-        """Score with the function of that name.
+        """Call the function of this name for one response.
 
         Args:
-            name: of the function.
-            arguments: of the call; they must be picklable.
+            name: name of the function.
+            arguments: keyword arguments of the call; they must be picklable.
 
         Returns:
             a future that never raises: every error is a `Failed`.
@@ -100,11 +96,11 @@ class ScoringPool:
         return self._schedule(name, None, arguments, lambda failed: failed)
 
     def submit_batch(self, name: str, size: int, /, **arguments: Any) -> Future[list[Outcome]]:
-        """Score a batch by one call of a function that returns a list.
+        """Call the function of this name once for a batch of responses; it returns a list.
 
         Args:
-            name: of the function.
-            size: responses of the batch, and length of the list.
+            name: name of the function.
+            size: number of responses, and length of the list.
             arguments: see `submit`.
 
         Returns:
@@ -149,16 +145,11 @@ class ScoringPool:
         """End all processes; running calls become `Failed`. May be called twice."""
         self._pool.stop()  # type: ignore[no-untyped-call]
         self._pool.join()
-        # The pool itself never answers calls that ran when it was stopped.
+        # pebble leaves the futures of calls pending that ran when the pool was stopped.
         for outcome in list(self._waiting):
             self._finish(outcome, Failed("the pool was closed"))
 
-    def __enter__(self) -> ScoringPool:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 
@@ -180,7 +171,7 @@ def _begin(functions: bytes, memory_bytes: int) -> None:
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     try:
         _functions.update(cloudpickle.loads(functions))
-    except BaseException as error:  # reported with each sample: a failing initializer would only break the pool
+    except BaseException as error:  # reported with each sample, since an error of an initializer only breaks the pool
         _broken = f"the reward functions cannot be loaded in the scorer's process: {type(error).__name__}: {error}"
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     limit = pages * resource.getpagesize() + memory_bytes

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from difflib import get_close_matches
+from functools import cached_property
 from typing import Any
 
 from rlmesh.errors import UsageError
+from rlmesh.rl.faults import did_you_mean, unknown_parameters
 from rlmesh.rl.types import Episode
 
 __all__ = ["Response", "Reward"]
@@ -43,7 +45,7 @@ class Response:
         token_ids: all tokens that the policy sampled.
         text: the text of these tokens, without special tokens.
         prompt: the text of the prompt.
-        episode: the whole episode, turn by turn.
+        episode: the whole episode, with all turns.
     """
 
     token_ids: Sequence[int]
@@ -68,12 +70,13 @@ class Reward:
 
     Attributes:
         function: scores one response, or a batch of them.
-        weight: in the sum of an episode's rewards.
-        name: in metrics; ``""``: that of the function.
-        sources: the name of a data set whose rows it scores, or names; it abstains on others. Empty: all rows.
-        inline: call it in this process, without a deadline. Otherwise functions run in a process pool, which kills
-            calls that hang. Async functions run in this process in any case.
-        timeout_s: of one call; of a batch, for functions that take lists.
+        weight: weight in the sum of an episode's rewards.
+        name: name in metrics; ``""``: the function's name.
+        sources: the name or names of data sets (``data_source``) whose rows it scores; it abstains on other rows.
+            Empty: it scores all rows.
+        inline: call the function in this process, without a deadline. Otherwise it runs in a process pool, which kills
+            calls that hang. Async functions always run in this process.
+        timeout_s: time limit of one call, for one response or for a batch.
         options: further keyword arguments of the function.
     """
 
@@ -91,8 +94,11 @@ class Reward:
         object.__setattr__(self, "sources", source_names(self.sources))
         if not self.name:
             object.__setattr__(self, "name", _name_of(self.function))
-        if self.timeout_s <= 0:
-            raise UsageError(f"reward {self.name!r}: timeout_s={self.timeout_s} must be > 0")
+        weight, timeout_s = number_of(self.weight), number_of(self.timeout_s)
+        if weight is None:
+            raise UsageError(f"reward {self.name!r}: weight={self.weight!r} must be a finite number")
+        if timeout_s is None or timeout_s <= 0:
+            raise UsageError(f"reward {self.name!r}: timeout_s={self.timeout_s!r} must be a number > 0")
         self.wanted()
 
     @property
@@ -108,33 +114,27 @@ class Reward:
         return any(name in _BATCHED for name in self.wanted())
 
     def wanted(self) -> tuple[str, ...]:
-        """The names of the function's inputs.
+        """The names of the inputs that the function takes.
 
         Raises:
             UsageError: an input does not exist, or single values and lists are mixed.
         """
+        return self._wanted
+
+    @cached_property  # to read a signature takes longer than many a reward
+    def _wanted(self) -> tuple[str, ...]:
         parameters = inspect.signature(self.function).parameters.values()
         known = {**_SINGLE, **_BATCHED}
         wanted = [p.name for p in parameters if p.name in known and p.name not in self.options]
-        unknown = [
-            p.name
-            for p in parameters
-            if p.name not in known
-            and p.name not in self.options
-            and p.default is p.empty
-            and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
-        ]
-        if unknown:
-            near = get_close_matches(unknown[0], known, 1)
-            meant = f" (did you mean {near[0]!r}?)" if near else ""
+        if unknown := unknown_parameters(self.function, {*known, *self.options}):
             raise UsageError(
-                f"reward {self.name!r} has a parameter {unknown[0]!r} without a default{meant}: it may have "
-                f"{', '.join(_SINGLE)}, or their plurals for a batch"
+                f"reward {self.name!r} has a parameter {unknown[0]!r} without a default; it may have "
+                f"{', '.join(_SINGLE)}, or their plurals for a batch{did_you_mean(unknown[0], known)}"
             )
         if not wanted:
-            raise UsageError(f"reward {self.name!r} looks at nothing: give it parameters out of {', '.join(_SINGLE)}")
+            raise UsageError(f"reward {self.name!r} takes no input: give it some parameters of {', '.join(_SINGLE)}")
         if len({name in _BATCHED for name in wanted}) > 1:
-            raise UsageError(f"reward {self.name!r} wants single values and lists at once: {', '.join(wanted)}")
+            raise UsageError(f"reward {self.name!r} mixes parameters of one response and of many: {', '.join(wanted)}")
         positional = [p.name for p in parameters if p.kind is p.POSITIONAL_ONLY]
         if positional:
             raise UsageError(f"reward {self.name!r}: {positional[0]!r} is positional only; arguments go by name")
@@ -181,6 +181,12 @@ def ground_truth_of(row: Mapping[str, Any]) -> Any:
     if isinstance(nested, Mapping) and nested.get("ground_truth") is not None:
         return nested["ground_truth"]
     return row.get("ground_truth")
+
+
+def number_of(given: Any) -> float | None:
+    """A finite number; None if the value is none."""
+    is_number = isinstance(given, int | float) and not isinstance(given, bool)
+    return float(given) if is_number and math.isfinite(given) else None
 
 
 def source_names(given: Any) -> tuple[str, ...]:

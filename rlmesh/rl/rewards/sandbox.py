@@ -1,4 +1,4 @@
-"""`Sandbox`: Python programs that nobody has read, in processes that can reach nothing.
+"""`Sandbox`: runs untrusted Python programs in isolated processes.
 
 The kernel isolates a program (Linux 5.14 or newer, x86-64 or ARM64): namespaces of its own for users, processes,
 mounts, network, IPC and host name; a file system of read-only system folders and one empty folder; no privileges; a
@@ -20,9 +20,9 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Literal
 
 from rlmesh.errors import UsageError
@@ -31,7 +31,7 @@ from rlmesh.rl.rewards import sandbox_child
 __all__ = ["Limits", "Ran", "Sandbox"]
 
 START_S, SLACK_S = 30.0, 10.0
-"""Seconds that the sandbox itself may take: to start, and to start and end a program on a busy machine."""
+"""Seconds that the sandbox itself may take: to start, and for the start and end of a program on a busy machine."""
 SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib64", "/lib32", "/nix/store")
 NO_ISOLATION = (
     "{reason}. Programs cannot be isolated here, so none was run. Allow unprivileged user namespaces on this machine "
@@ -83,7 +83,7 @@ class Ran:
     code: int
 
 
-class Sandbox:
+class Sandbox(AbstractContextManager["Sandbox"]):
     """A sandbox, in which programs run one after the other. Each finds an empty folder and leaves no process.
 
     ::
@@ -124,7 +124,7 @@ class Sandbox:
             "output_bytes": self.limits.output_bytes,
             "processes": self.limits.processes,
         }
-        # Some Python installations, as on clusters, find their shared libraries by LD_LIBRARY_PATH only.
+        # Some Python installations, such as those of clusters, find their shared libraries by LD_LIBRARY_PATH only.
         libraries = {name: value for name, value in os.environ.items() if name == "LD_LIBRARY_PATH"}
         self._process = subprocess.Popen(
             [sys.executable, "-I", "-S", "-B", "-X", "utf8", sandbox_child.__file__, json.dumps(settings)],
@@ -174,8 +174,8 @@ class Sandbox:
     def test(self, source: str, tests: str, *, wall_s: float = 10.0) -> Ran:
         """Run a program, then code that tests it, such as ``assert`` statements, among its names.
 
-        The tests run in the program's process: a program that is written to deceive them can. Where that matters,
-        compare output (`run`) or return values (`call`) here.
+        The tests run in the program's process, so a malicious program can deceive them. To prevent this, compare its
+        output (`run`) or return values (`call`) in this process.
         """
         secret = secrets.token_hex(16)
         ran = self._run(source, "", wall_s, {"tests": tests, "secret": secret})
@@ -191,12 +191,7 @@ class Sandbox:
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
 
-    def __enter__(self) -> Sandbox:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _run(self, source: str, stdin: str, wall_s: float, ask: dict[str, Any] | None) -> Ran:
@@ -226,7 +221,7 @@ class Sandbox:
             data = data[self._process.stdin.write(data) :]
 
     def _said(self, timeout_s: float) -> dict[str, Any]:
-        """The next line of the sandbox.
+        """Read the next line of the sandbox.
 
         Raises:
             UsageError: the sandbox reports an error, ended, or takes too long.
@@ -247,7 +242,7 @@ class Sandbox:
 
 
 def _unsupported() -> str | None:
-    """The reason why this system cannot isolate programs; ``None``: it may be able to."""
+    """The reason why this system cannot isolate programs; ``None`` if nothing speaks against it."""
     if platform.system() != "Linux" or platform.machine() not in sandbox_child.DENIED:
         return f"{platform.system()} on {platform.machine()} is not supported"
     release = tuple(int(part) for part in platform.release().split("-")[0].split(".")[:2])
@@ -278,7 +273,7 @@ def _map_users(process: int) -> None:
                 (folder / name).write_text(f"0 0 1\n{nobody} {nobody} 1\n")
             return
         except PermissionError:
-            pass  # a container may not have that unprivileged user: map this process's user alone
+            pass  # a container may lack the unprivileged user: map this process's user alone
     (folder / "uid_map").write_text(f"{nobody} {user} 1\n")
     (folder / "setgroups").write_text("deny")
     (folder / "gid_map").write_text(f"{nobody} {group} 1\n")

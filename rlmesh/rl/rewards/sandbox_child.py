@@ -2,10 +2,10 @@
 
 There are three processes. The *spawner* leaves the namespaces of the host and starts the *keeper*, which is process 1
 of the new ones. The keeper builds a file system. For each case (a source to run) it starts, watches and ends one
-*program*, a process that gives up all privileges before it runs code that nobody has read.
+*program*, a process that gives up all privileges before it runs the untrusted code.
 
-The keeper and the parent exchange lines of JSON. The parent sends a case; the keeper says when the program has loaded,
-and the parent sends what to test then, or null; at the end the keeper reports how the program ended.
+The keeper and the parent exchange lines of JSON. The parent sends a case, and the keeper says when the program has
+loaded. Then the parent sends the test, or null. At the end the keeper reports how the program ended.
 
 Only the standard library is imported: nothing else is visible here.
 """
@@ -158,7 +158,7 @@ def run_case(case: dict[str, Any], settings: dict[str, Any]) -> dict[str, Any]:
 
 
 class Watched:
-    """A program that runs: it is fed, its output is read, and the first limit that it breaks ends it."""
+    """A running program: writes its input, reads its output, and ends it at the first limit that it breaks."""
 
     def __init__(
         self, case: dict[str, Any], settings: dict[str, Any], program: int, into: int, outputs: dict[int, str],
@@ -240,7 +240,7 @@ class Watched:
             self.fault = self.fault or "memory"
 
     def verdict(self) -> dict[str, Any]:
-        """How the program ended, for the parent."""
+        """The report for the parent: how the program ended."""
         texts = {name: data.decode("utf-8", "replace") for name, data in self.found.items()}
         code = 0 if self.ended is None else os.waitstatus_to_exitcode(self.ended)
         if not self.fault and code:
@@ -251,7 +251,7 @@ class Watched:
 
 
 def enter(case: dict[str, Any], settings: dict[str, Any]) -> None:
-    """Give up everything, in the program's own process."""
+    """Set the limits and give up all privileges, in the program's own process."""
     os.setsid()
     if settings["isolated"]:
         check("unshare", libc.unshare(CLONE_NEWNS))
@@ -270,7 +270,7 @@ def enter(case: dict[str, Any], settings: dict[str, Any]) -> None:
         (resource.RLIMIT_MEMLOCK, 0),
     ):
         resource.setrlimit(kind, (most, most))
-    if settings["isolated"]:  # else the limit would count all processes of this user
+    if settings["isolated"]:  # outside a user namespace, the limit would count all processes of this user
         resource.setrlimit(resource.RLIMIT_NPROC, (settings["processes"], settings["processes"]))
         if os.getuid() != NOBODY:
             os.setgroups([])
@@ -300,7 +300,7 @@ def deny_calls() -> None:
 
 
 def execute(source: str, paths: list[str]) -> int:
-    """Run the source as a main program, then what the keeper asks for; gives the exit code."""
+    """Run the source as a main program, then the keeper's test; returns the exit code."""
     sys.stdin = open(0, encoding="utf-8", errors="replace", closefd=False)  # noqa: SIM115
     sys.stdout = open(1, "w", encoding="utf-8", errors="replace", closefd=False)  # noqa: SIM115
     sys.stderr = open(2, "w", encoding="utf-8", errors="replace", buffering=1, closefd=False)  # noqa: SIM115
@@ -330,7 +330,7 @@ def execute(source: str, paths: list[str]) -> int:
 
 
 def answer(names: dict[str, Any]) -> None:
-    """Say that the program has loaded, and answer the keeper: call a function, or run tests."""
+    """Report that the program has loaded, and carry out the keeper's request: call a function, or run tests."""
     with socket.socket(fileno=3) as channel, channel.makefile("rw", encoding="utf-8") as file:
         file.write("loaded\n")
         file.flush()
@@ -363,7 +363,7 @@ def end_all(isolated: bool) -> None:
         try:
             while os.waitpid(-1, 0)[0]:
                 if not isolated:
-                    break  # the dead one's children are now children of this process: look again
+                    break  # children of a process that ended are now children of this one: look again
         except ChildProcessError:
             return
 
@@ -379,7 +379,7 @@ def children() -> list[int]:
 
 
 def resident() -> int:
-    """Bytes of memory that all processes of the sandbox but this one hold."""
+    """Bytes of memory that all processes of the sandbox hold, without this one."""
     pages = 0
     for name in filter(str.isdigit, os.listdir("/proc")):
         if name != "1":

@@ -6,7 +6,6 @@ import asyncio
 import logging
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -27,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 
 class Decoder(Protocol):
-    """The required part of a tokenizer; tokenizers of transformers have it."""
+    """The part of a tokenizer that rewards need; tokenizers of transformers have it."""
 
     def decode(self, token_ids: Any, *, skip_special_tokens: bool = ...) -> str: ...
 
@@ -35,17 +34,17 @@ class Decoder(Protocol):
 class Rewards:
     """Scores the episodes of groups, all at once.
 
-    Functions run in a pool of processes, async functions together on one loop, inline functions here. Reward models
-    score in their role meanwhile.
+    Functions run in a pool of processes, async functions together on an event loop, inline functions on the calling
+    thread. Reward models score in their roles at the same time.
 
     Args:
         rewards: at least one; names must differ.
-        tokenizer: for the text of responses.
-        workers: processes of the pool.
-        memory_bytes: of each process (:class:`rlmesh.rl.rewards.process_pool.ScoringPool`).
+        tokenizer: decodes responses.
+        workers: number of processes of the pool.
+        memory_bytes: memory limit of each process (:class:`rlmesh.rl.rewards.process_pool.ScoringPool`).
         examine: print this many scored responses of each batch, spread over it.
-        group: a function from the name of a role to its members; finds the roles of reward models.
-        required: there must be a reward; without any, each episode abstains.
+        group: function from the name of a role to its members; finds the roles of reward models.
+        required: False allows no reward at all; each episode then abstains.
 
     Raises:
         UsageError: no reward, or two of one name.
@@ -63,13 +62,10 @@ class Rewards:
         required: bool = True,
     ) -> None:
         names = [reward.name for reward in rewards]
-        twice = {name for name in names if names.count(name) > 1}
-        if (required and not rewards) or twice:
-            raise UsageError(
-                f"two rewards are named {', '.join(sorted(twice))}: give Reward(…, name=…)"
-                if twice
-                else "no reward given"
-            )
+        if twice := {name for name in names if names.count(name) > 1}:
+            raise UsageError(f"two rewards are named {', '.join(sorted(twice))}: give Reward(…, name=…)")
+        if required and not rewards:
+            raise UsageError("no reward given")
         self.rewards = {reward.name: reward for reward in rewards}
         self._weights = {reward.name: reward.weight for reward in rewards}
         self.tokenizer, self.examine, self._group = tokenizer, examine, group
@@ -86,15 +82,24 @@ class Rewards:
 
     def response(self, episode: Episode) -> Response:
         """The `Response` of an episode."""
-        chosen = episode.ids[episode.mask].tolist()
-        text = self.tokenizer.decode(chosen, skip_special_tokens=True)
-        prompt = self.tokenizer.decode(episode.prompt_ids.tolist(), skip_special_tokens=False)
-        return Response(chosen, text, prompt, episode)
+        return self.responses([episode])[0]
+
+    def responses(self, episodes: Sequence[Episode]) -> list[Response]:
+        """The `Response` of each episode. A prompt that several have is decoded once."""
+        prompts: dict[bytes, str] = {}
+
+        def of(episode: Episode) -> Response:
+            chosen, key = episode.sampled_ids.tolist(), episode.prompt_ids.tobytes()
+            if key not in prompts:
+                prompts[key] = self.tokenizer.decode(episode.prompt_ids.tolist(), skip_special_tokens=False)
+            return Response(chosen, self.tokenizer.decode(chosen, skip_special_tokens=True), prompts[key], episode)
+
+        return [of(episode) for episode in episodes]
 
     def score(self, groups: Sequence[Group]) -> list[Group]:
-        """The same groups, with the outcome of each reward in their episodes."""
+        """Score all episodes; returns the groups with the outcome of each reward."""
         every = [(episode, group.row) for group in groups for episode in group.episodes]
-        responses = [self.response(episode) for episode, _ in every if not episode.failure]
+        responses = self.responses([episode for episode, _ in every if not episode.failure])
         rows = [row for episode, row in every if not episode.failure]
         outcomes = self.outcomes(responses, rows)
         self._show(responses, rows, outcomes, self.examine)
@@ -109,7 +114,7 @@ class Rewards:
     def show(self, groups: Sequence[Group], count: int) -> None:
         """Print responses of scored groups, spread over them."""
         episodes = [(episode, group.row) for group in groups for episode in group.episodes] if count else []
-        responses = [self.response(episode) for episode, _ in episodes]
+        responses = self.responses([episode for episode, _ in episodes])
         self._show(responses, [row for _, row in episodes], [episode.outcomes for episode, _ in episodes], count)
 
     @staticmethod
@@ -121,10 +126,9 @@ class Rewards:
             print(_shown(responses[place], rows[place], outcomes[place]), flush=True)
 
     def outcomes(self, responses: Sequence[Response], rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Outcome]]:
-        """Per response, the outcome of each reward by its name."""
+        """For each response, the outcome of each reward by its name."""
         found: list[dict[str, Outcome]] = [{} for _ in responses]
-        pending: list[tuple[str, list[int], Future[Any]]] = []
-        models: list[tuple[str, list[int], Callable[[], list[Outcome]]]] = []
+        pending: list[tuple[str, list[int], Callable[[], Any]]] = []
         coroutines: list[tuple[Reward, list[int], dict[str, Any]]] = []
         for reward in self.rewards.values():
             places = [i for i, row in enumerate(rows) if reward.scores(row)]
@@ -133,7 +137,7 @@ class Rewards:
             if isinstance(reward, RewardModel):
                 if places:
                     wait = reward.start([responses[i] for i in places], [rows[i] for i in places], self._group)
-                    models.append((reward.name, places, wait))
+                    pending.append((reward.name, places, wait))
                 continue
             for part in [places] if reward.batched and places else [[i] for i in places]:
                 arguments = reward.arguments([responses[i] for i in part], [rows[i] for i in part])
@@ -144,18 +148,15 @@ class Rewards:
                         self._here(reward, part, arguments, found)
                 elif reward.batched:
                     batch = self._pool(reward.timeout_s).submit_batch(reward.name, len(part), **arguments)
-                    pending.append((reward.name, part, batch))
+                    pending.append((reward.name, part, batch.result))
                 else:
                     one = self._pool(reward.timeout_s).submit(reward.name, **arguments)
-                    pending.append((reward.name, part, one))
+                    pending.append((reward.name, part, one.result))
         if coroutines:
             asyncio.run(self._together(coroutines, found))
-        for name, places, running in pending:
-            result = running.result()
+        for name, places, wait in pending:
+            result = wait()
             for place, outcome in zip(places, result if isinstance(result, list) else [result], strict=True):
-                found[place][name] = outcome
-        for name, places, wait in models:
-            for place, outcome in zip(places, wait(), strict=True):
                 found[place][name] = outcome
         return [{name: each[name] for name in self.rewards} for each in found]
 
@@ -164,7 +165,7 @@ class Rewards:
         return combine(episode.outcomes, self._weights)
 
     def metrics(self, groups: Sequence[Group]) -> dict[str, float]:
-        """Numbers for the report: per reward, and over their sum."""
+        """The metrics of each reward, and of their sum."""
         episodes = Group.episodes_of(groups)
         totals = [self.total(episode) for episode in episodes]
         scores = [outcome.value for outcome in totals if isinstance(outcome, Score)]
@@ -203,7 +204,7 @@ class Rewards:
             value = reward.function(**arguments)
         except Exception as error:
             logger.warning("reward %r failed on %d responses", reward.name, len(places), exc_info=True)
-            value = [Failed(f"{type(error).__name__}: {error}")] * len(places) if reward.batched else _failed(error)
+            value = [_failed(error)] * len(places) if reward.batched else _failed(error)
         _put(reward, places, value, found)
 
     @staticmethod
@@ -222,7 +223,7 @@ class Rewards:
 
 
 def unscored(rewards: Sequence[Reward | RewardModel], data: Prompts) -> Iterator[str]:
-    """A fault if the data have a source whose rows no reward scores: responses to these would never be trained on."""
+    """A fault if no reward scores the rows of some data source: their responses would never be trained on."""
     rows = {str(prompt.row.get("data_source")): prompt.row for prompt in (data[place] for place in range(len(data)))}
     without = sorted(source for source, row in rows.items() if not any(reward.scores(row) for reward in rewards))
     if without:

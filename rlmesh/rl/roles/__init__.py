@@ -1,1 +1,1 @@
-"""The built-in roles of a training. Each is a small class that can be inherited from."""
+"""The built-in roles of a training. Each is a small class, made for subclasses."""

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
@@ -20,6 +19,7 @@ from rlmesh.rl.engines.training.packed import PackedPart
 from rlmesh.rl.engines.training.protocol import Lora
 from rlmesh.rl.packing import Pack
 from rlmesh.rl.reading.phases import memory_share
+from rlmesh.rl.roles.defaults import causal_model
 from rlmesh.rl.roles.host_copy import HostCopy
 from rlmesh.rl.roles.trained import TRAINING, Share, TrainedRole, common_metrics, mean_of
 
@@ -37,13 +37,10 @@ class ActorRole(TrainedRole, SendsWeights):
 
     section = "actor"
     host_copy: HostCopy | None = None
-    """The weights of the last step, for a push while the training engine sleeps; ``None``: it never sleeps."""
+    """The weights of the last step, for pushes while the training engine sleeps; ``None`` if it never sleeps."""
 
     def make_model(self) -> nn.Module:
-        from transformers import AutoModelForCausalLM
-
-        model: nn.Module = AutoModelForCausalLM.from_pretrained(self.run_settings.model, dtype=torch.float32)
-        return model.to(self.device)
+        return causal_model(self.run_settings.model, self.device)
 
     @rpc
     def log_probs(self, packs: Sequence[Pack], version: int) -> list[NDArray[np.float32]]:
@@ -64,10 +61,10 @@ class ActorRole(TrainedRole, SendsWeights):
         Returns:
             means over the tokens of the whole batch, and norms; the same on every rank.
 
-        Raises:
-            SourceRestarted: the weights are not those of ``version``.
-            ValueError: there are several shares in a pass, and one is without the log-probabilities of old weights,
-                which no weights after the first optimizer step can give.
+            Raises:
+                SourceRestarted: the weights are not those of ``version``.
+                ValueError: a pass has several shares, and one lacks the old log-probabilities, which cannot be computed
+                    after the first optimizer step.
         """
         self.require(version)
         if len(shares) > 1 and any(each.old_log_probs is None for share in shares for each in share.columns):
@@ -89,12 +86,12 @@ class ActorRole(TrainedRole, SendsWeights):
 
     @rpc
     def first_log_probs(self) -> list[NDArray[np.float32]]:
-        """Log-probabilities of the targets of this rank's packs by the weights before the last update, ``[targets]``
-        each, kept from the update's first epoch."""
+        """Log-probabilities of the targets of this rank's packs before the last update, ``[targets]`` each. The first
+        epoch of the update has kept them."""
         return [each.cpu().numpy() for each in self._first_log_probs]
 
     def next_share(self, share: Share) -> Share:
-        # The ratio of all epochs is measured from the weights before the first one.
+        # The ratio of every epoch is relative to the weights before the first epoch.
         if all(each.old_log_probs is not None for each in share.columns):
             return share
         columns = tuple(
@@ -103,7 +100,7 @@ class ActorRole(TrainedRole, SendsWeights):
         return replace(share, columns=columns)
 
     def _recorded_loss(self, share: Share, model: nn.Module, part: PackedPart) -> tuple[Tensor, Mapping[str, Tensor]]:
-        """The loss; the log-probabilities of the first pass over each pack are kept."""
+        """Compute the loss, and keep the log-probabilities of the pack for `first_log_probs`."""
 
         def keep(_: nn.Module, args: Any, terms: Any) -> None:
             if len(self._first_log_probs) < len(share.packs):
@@ -118,17 +115,16 @@ class ActorRole(TrainedRole, SendsWeights):
     def loss(self, model: nn.Module, part: PackedPart, normalisers: Normalisers) -> tuple[Tensor, Mapping[str, Tensor]]:
         """This pack's share of the loss, and shares of statistics; see `TrainingEngine.train_step`.
 
-        If the algorithm does not read log-probabilities, ``part.columns.old_log_probs`` is ``None`` in the first epoch:
-        this pass's own log-probabilities are the old ones then, and each ratio is 1.
+        If the algorithm does not read log-probabilities, ``part.columns.old_log_probs`` is ``None`` in the first epoch.
+        The log-probabilities of this pass then are the old ones too, so each ratio is 1.
         """
         terms = model(packed=part.inputs, temperature=self.run_settings.rollout.temperature)
         return policy_share(terms, part.columns, normalisers, self.run_settings.algorithm)
 
     @property
     def pushed(self) -> Lora | None:
-        """The form in which engines get the weights. With LoRA: ``"adapter"``, the adapter alone, for engines of
-        transformers, or ``"merged"``, all weights with the adapter added, for the others. Without LoRA: None, all
-        weights."""
+        """The form in which weights are pushed. ``"adapter"``: the adapter alone, for engines of transformers.
+        ``"merged"``: all weights with the adapter added, for other engines. None: all weights, without LoRA."""
         if self.settings.lora.rank == 0:
             return None
         return "adapter" if self.run_settings.rollout.engine == "transformers" else "merged"

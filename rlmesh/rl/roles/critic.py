@@ -65,6 +65,6 @@ class CriticRole(TrainedRole):
 
     def loss(self, model: nn.Module, part: PackedPart, tokens: float) -> tuple[Tensor, Mapping[str, Tensor]]:
         """This pack's share of the loss, and shares of statistics; see `TrainingEngine.train_step`."""
-        # A user's own algorithm may have no `value_clip`: its values are not clipped.
+        # A user's own algorithm may lack `value_clip`; then values are not clipped.
         clip = getattr(self.run_settings.algorithm, "value_clip", None)
         return value_share(model(packed=part.inputs), part.columns, tokens=tokens, clip=clip)

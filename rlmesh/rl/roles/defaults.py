@@ -1,4 +1,4 @@
-"""The settings of the run, as the built-in roles find them, and the device of this process."""
+"""The run's settings and this process's device, for the built-in roles."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import torch
+from torch import nn
 
 from rlmesh import current_worker
 from rlmesh.errors import UsageError
@@ -14,14 +15,14 @@ from rlmesh.errors import UsageError
 if TYPE_CHECKING:
     from rlmesh.rl.trainers.run import Run
 
-__all__ = ["choose_device", "keep_objects", "run_settings"]
+__all__ = ["causal_model", "choose_device", "keep_objects", "run_settings"]
 
 
 def run_settings() -> Run:
-    """The `Run` of the job: what was given to ``.config(…)``, a `Run` or anything that `Run.from_config` takes.
+    """The `Run` of the job. The argument of ``.config(…)`` is a `Run`, or anything that `Run.from_config` takes.
 
     Raises:
-        UsageError: the configuration is neither.
+        UsageError: the argument is neither.
     """
     from rlmesh.rl.trainers.run import Run
 
@@ -38,17 +39,17 @@ def run_settings() -> Run:
 
 
 def keep_objects() -> None:
-    """Leave all objects of this process out of later garbage collections, until ``gc.unfreeze()``.
+    """Exclude all present objects of this process from later garbage collections, until ``gc.unfreeze()``.
 
-    Called when a role is set up. A full collection with torch and transformers loaded takes 0.2 s, and the many small
-    objects of each batch would cause one every few steps.
+    A role calls this at the end of its setup. With torch and transformers loaded, a full collection takes 0.2 s, and
+    the many small objects of each batch would cause one every few steps.
     """
     gc.collect()
     gc.freeze()
 
 
 def choose_device(threads: int) -> torch.device:
-    """This process's device: its GPU if it has one, else the CPU.
+    """The device of this process: its GPU if it has one, else the CPU.
 
     Args:
         threads: the number of torch's threads on the CPU; 0: torch's default.
@@ -58,3 +59,11 @@ def choose_device(threads: int) -> torch.device:
     if threads:
         torch.set_num_threads(threads)
     return torch.device("cpu")
+
+
+def causal_model(name: str, device: torch.device) -> nn.Module:
+    """A causal language model from a folder or hub name, in float32, on a device."""
+    from transformers import AutoModelForCausalLM
+
+    model: nn.Module = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32)
+    return model.to(device)

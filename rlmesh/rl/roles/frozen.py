@@ -1,4 +1,4 @@
-"""`FrozenModel`: a model that is not trained, and leaves the device while others use it."""
+"""`FrozenModel`: a model that is not trained, and that can be moved off its device for a time."""
 
 from __future__ import annotations
 

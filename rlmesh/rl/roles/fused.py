@@ -1,7 +1,7 @@
-"""`ActorRollout` and `ActorRolloutRef`: one process trains the policy, samples with it, and keeps the reference.
+"""`ActorRollout` and `ActorRolloutRef`: one process trains the policy, samples with it, and holds the reference.
 
-The parts take turns: the training engine is offloaded while the rollout engine is awake, and the other way round.
-Weights go from one to the other through a copy in host memory, so that the two never need the device at once.
+The parts take turns: the training engine is offloaded while the rollout engine is awake, and vice versa. Weights go
+from one to the other through a copy in host memory, so that the two never need the device at once.
 """
 
 from __future__ import annotations
@@ -9,25 +9,23 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from rlmesh import current_worker, rpc
-from rlmesh.rl.engines.rollout import RolloutEngine, Sample, SamplingParams
+from rlmesh import rpc
+from rlmesh.rl.engines.rollout import RolloutEngine
 from rlmesh.rl.packing import Pack
 from rlmesh.rl.roles.actor import ActorRole
 from rlmesh.rl.roles.host_copy import HostCopy
-from rlmesh.rl.roles.playing import PlaysEpisodes
-from rlmesh.rl.roles.reference import REFERENCE, FrozenPolicy
-from rlmesh.rl.roles.rollout import ROLLOUT, end_process, engine_params, make_rollout_engine, sample_groups
+from rlmesh.rl.roles.reference import REFERENCE, FrozenPolicy, reference_model
+from rlmesh.rl.roles.rollout import make_rollout_engine
+from rlmesh.rl.roles.sampling import ROLLOUT, SamplingRole
 from rlmesh.rl.roles.trained import TRAINING
-from rlmesh.rl.rollout.requests import GroupRequest
 
 __all__ = ["ActorRollout", "ActorRolloutRef"]
 
 
-class ActorRollout(PlaysEpisodes, ActorRole):
+class ActorRollout(SamplingRole, ActorRole):
     """One rank of the policy in training, with a rollout engine of its own. See `ActorRole` and `RolloutRole`."""
 
     rollout_engine: RolloutEngine
@@ -37,9 +35,7 @@ class ActorRollout(PlaysEpisodes, ActorRole):
         super().make_parts()
         self.turns.sleep()
         self.rollout_engine = self.make_rollout_engine()
-        if hasattr(self.rollout_engine, "on_lost"):
-            self.rollout_engine.on_lost = end_process
-        self.turns.add(ROLLOUT, wake=self.rollout_engine.wake, sleep=lambda: self.rollout_engine.sleep(2))
+        self.add_engine()
 
     def teardown(self) -> None:
         self.close_episodes()
@@ -48,7 +44,7 @@ class ActorRollout(PlaysEpisodes, ActorRole):
         super().teardown()
 
     def make_rollout_engine(self) -> RolloutEngine:
-        """An engine that serves nothing before the first `publish`."""
+        """Make the rollout engine, which serves nothing before the first `publish`."""
         return make_rollout_engine(self.run_settings, sleeps=True)
 
     def offer_weights(self) -> None:
@@ -67,24 +63,12 @@ class ActorRollout(PlaysEpisodes, ActorRole):
         with self.turns.turn(ROLLOUT):
             self.host_copy.give(self.rollout_engine, version)
 
-    @rpc
-    def generate(self, prompts: Sequence[Sequence[int]], params: SamplingParams) -> list[Sample]:
-        """One sample per prompt. The engine's seed is made of the call's seed and the rank."""
-        with self.turns.turn(ROLLOUT):
-            return self.rollout_engine.generate(prompts, engine_params(params, current_worker().rank))
-
     def sampling_engine(self) -> RolloutEngine:
         return self.rollout_engine
 
-    @rpc
-    def sample_in_turn(self, requests: Sequence[GroupRequest], params: SamplingParams) -> list[list[Sample]]:
-        """The samples of each request, with the requests' own seeds."""
-        with self.turns.turn(ROLLOUT):
-            return sample_groups(self.rollout_engine, requests, params)
-
 
 class ActorRolloutRef(ActorRollout):
-    """An `ActorRollout` that keeps the policy before training as well. See `ReferenceRole`."""
+    """An `ActorRollout` that also holds the reference policy. See `ReferenceRole`."""
 
     reference: FrozenPolicy
 
@@ -96,14 +80,10 @@ class ActorRolloutRef(ActorRollout):
 
     def make_reference(self) -> nn.Module:
         """The model of the reference, in float32, on this rank's device."""
-        from transformers import AutoModelForCausalLM
-
-        chosen = self.run_settings.reference.model or self.run_settings.model
-        model: nn.Module = AutoModelForCausalLM.from_pretrained(chosen, dtype=torch.float32)
-        return model.to(self.device).eval()
+        return reference_model(self.run_settings, self.device)
 
     @rpc
     def reference_log_probs(self, packs: Sequence[Pack]) -> list[NDArray[np.float32]]:
-        """Log-probabilities of the targets of packs, ``[targets]`` each, with the weights that the run begins with."""
+        """Log-probabilities of the targets of packs by the reference policy, ``[targets]`` each."""
         with self.turns.turn(REFERENCE):
             return self.reference.log_probs(packs)

@@ -11,17 +11,18 @@ from torch import Tensor
 from rlmesh import Manifest, WeightSource
 from rlmesh.errors import UsageError
 from rlmesh.rl.engines.rollout import RolloutEngine
+from rlmesh.rl.engines.weight_parts import names_in_parts
 
 __all__ = ["HostCopy"]
 
 BUCKET_BYTES = 256 << 20
-"""The size of the parts in which weights are gathered and given to an engine of this process."""
+"""Weights are gathered, and copied to an engine of this process, in parts of this size."""
 FLIP_S = 60.0
-"""Seconds to wait until the engine lets its version change."""
+"""Seconds to wait until the engine allows the change of its version."""
 
 
 class HostCopy:
-    """A source of a `WeightSync` with the weights of the last `take`.
+    """A source of a `WeightSync` that holds the weights of the last `take`.
 
     Args:
         source: the weights of a training engine.
@@ -37,9 +38,9 @@ class HostCopy:
         self._taken = 0
 
     def take(self) -> None:
-        """Copy the weights; a collective step, while the training engine is awake."""
+        """Copy the weights. Collective: all ranks call it, while their training engines are awake."""
         self._manifest = self._source.manifest()
-        for names in self._buckets():
+        for names in names_in_parts(self._manifest, BUCKET_BYTES):
             with self._source.gather(names) as tensors:
                 for name in names:
                     self._copy(name, tensors[name])
@@ -54,20 +55,7 @@ class HostCopy:
             self._tensors[name] = kept
         kept.copy_(tensor, non_blocking=True)
 
-    def _buckets(self) -> Iterator[list[str]]:
-        names: list[str] = []
-        size = 0
-        for spec in self._manifest:
-            if spec.alias_of is None:
-                names.append(spec.name)
-                size += spec.nbytes
-                if size >= BUCKET_BYTES:
-                    yield names
-                    names, size = [], 0
-        if names:
-            yield names
-
-    # Of a `WeightSource`.
+    # The methods of a `WeightSource`.
 
     def manifest(self) -> Manifest:
         return self._manifest
@@ -82,8 +70,8 @@ class HostCopy:
         return self._taken
 
     def give(self, engine: RolloutEngine, version: int) -> None:
-        """Write these weights into a rollout engine of this process, and let it serve them as ``version``. The engine
-        must be awake."""
+        """Write the weights into a rollout engine of this process, which must be awake and then serves them as
+        ``version``."""
         sink, gate = engine.sink, engine.gate
         gate.close(f"version {version} is being written", FLIP_S)
         gate.set_version(None, f"the write of version {version} was not completed")
@@ -92,7 +80,7 @@ class HostCopy:
             tied: dict[str, list[str]] = {}
             for spec in self._manifest:
                 tied.setdefault(self._manifest.owner(spec.name).name, []).append(spec.name)
-            for names in self._buckets():
+            for names in names_in_parts(self._manifest, BUCKET_BYTES):
                 sink.stage({name: self._tensors[own] for own in names for name in tied[own]}, keep=False)
             sink.flip(version)
         except BaseException:

@@ -1,4 +1,4 @@
-"""`ReferenceRole`: the policy before training, which the divergence is measured from."""
+"""`ReferenceRole`: holds the reference policy, from which the divergence is measured."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from torch import nn
 from rlmesh import rpc
 from rlmesh.rl.engines.training.packed import PackedInputs, prepare
 from rlmesh.rl.packing import Pack
-from rlmesh.rl.roles.defaults import choose_device, run_settings
+from rlmesh.rl.roles.defaults import causal_model, choose_device, run_settings
+from rlmesh.rl.roles.device_turns import TakesTurns
 from rlmesh.rl.roles.frozen import FrozenModel
-from rlmesh.rl.roles.turns import TakesTurns
 
 if TYPE_CHECKING:
     from rlmesh.rl.trainers.run import Run
 
-__all__ = ["REFERENCE", "FrozenPolicy", "ReferenceRole"]
+__all__ = ["REFERENCE", "FrozenPolicy", "ReferenceRole", "reference_model"]
 
 REFERENCE = "reference"
 
@@ -29,8 +29,8 @@ class FrozenPolicy(FrozenModel):
     """A causal language model that is not trained, on packs.
 
     Args:
-        model: in eval mode, on its device.
-        temperature: at which responses are sampled; log-probabilities are computed at the same one.
+        model: the model in eval mode, on its device.
+        temperature: the temperature of sampling, which log-probabilities are computed at.
     """
 
     def __init__(self, model: nn.Module, temperature: float) -> None:
@@ -46,7 +46,7 @@ class FrozenPolicy(FrozenModel):
 
 
 class ReferenceRole(TakesTurns):
-    """Computes log-probabilities with the weights that the run begins with."""
+    """Computes log-probabilities by the reference policy: ``reference.model``, or the policy before training."""
 
     def setup(self) -> None:
         self.run_settings: Run = run_settings()
@@ -58,14 +58,15 @@ class ReferenceRole(TakesTurns):
 
     def make_model(self) -> nn.Module:
         """The model of the reference, in float32, on this member's device."""
-        from transformers import AutoModelForCausalLM
-
-        chosen = self.run_settings.reference.model or self.run_settings.model
-        model: nn.Module = AutoModelForCausalLM.from_pretrained(chosen, dtype=torch.float32)
-        return model.to(self.device).eval()
+        return reference_model(self.run_settings, self.device)
 
     @rpc
     def reference_log_probs(self, packs: Sequence[Pack]) -> list[NDArray[np.float32]]:
         """Log-probabilities of the targets of packs, ``[targets]`` each, at the sampling temperature."""
         with self.turns.turn(REFERENCE):
             return self.policy.log_probs(packs)
+
+
+def reference_model(run: Run, device: torch.device) -> nn.Module:
+    """The model of the reference policy, in eval mode."""
+    return causal_model(run.reference.model or run.model, device).eval()

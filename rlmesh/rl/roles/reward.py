@@ -12,8 +12,8 @@ from rlmesh import RLJobBuilder, current_worker, rpc
 from rlmesh.errors import UsageError
 from rlmesh.rl.rewards.model import Conversation, RewardModel
 from rlmesh.rl.roles.defaults import choose_device, run_settings
+from rlmesh.rl.roles.device_turns import TakesTurns
 from rlmesh.rl.roles.frozen import FrozenModel
-from rlmesh.rl.roles.turns import TakesTurns
 from rlmesh.rl.types import Failed, Outcome, Score
 
 if TYPE_CHECKING:
@@ -23,7 +23,8 @@ __all__ = ["ModelScorer", "RewardRole", "add_reward_roles", "conversation_ids"]
 
 
 class RewardRole(TakesTurns):
-    """Scores conversations with one of the run's reward models: the one whose role this is. Override `make_scorer`."""
+    """Scores conversations with the reward model that this role belongs to. Override `make_scorer` for another
+    model."""
 
     def setup(self) -> None:
         self.run_settings: Run = run_settings()
@@ -36,7 +37,7 @@ class RewardRole(TakesTurns):
             self.turns.add(role, wake=self.scorer.wake, sleep=self.scorer.sleep)
 
     def make_scorer(self) -> ModelScorer:
-        """The model with its tokenizer."""
+        """Load the model with its tokenizer."""
         return ModelScorer(self.settings, self.device)
 
     @rpc
@@ -51,7 +52,7 @@ class ModelScorer(FrozenModel):
 
     Args:
         settings: the model and its limits.
-        device: of the model.
+        device: the device of the model.
 
     Raises:
         UsageError: the model has no trained head, or several labels of which none is chosen.
@@ -64,7 +65,7 @@ class ModelScorer(FrozenModel):
         model, loading = AutoModelForSequenceClassification.from_pretrained(
             settings.model, dtype=dtype, output_loading_info=True
         )
-        # transformers makes a random head where the file has none.
+        # transformers makes a random head if the files have none.
         if missing := sorted(loading["missing_keys"]):
             raise UsageError(
                 f"RewardModel({settings.model!r}): the model's files lack {', '.join(missing)}, and would be random: "
@@ -112,13 +113,13 @@ class ModelScorer(FrozenModel):
             return ids
         if one.turns > 1:
             return Failed(
-                f"the episode has {one.turns} turns of the policy, which are no text for another tokenizer: use a "
+                f"the episode has {one.turns} turns of the policy, which another tokenizer cannot format: use a "
                 "reward model with the policy's vocabulary and inputs='ids'"
             )
         return conversation_ids(self.tokenizer, one.prompt, one.response, ended=one.ended)
 
     def _batches(self, rows: dict[int, list[int]]) -> Iterator[list[int]]:
-        """Batches of places: rows of similar length, within the token budget; single rows if the model has no padding
+        """Batches of indices: rows of similar length, within the token budget; single rows if the model has no padding
         token."""
         batch: list[int] = []
         for place in sorted(rows, key=lambda one: -len(rows[one])):
@@ -144,9 +145,9 @@ def add_reward_roles(builder: RLJobBuilder, rewards: Iterable[object], resource:
     """Add a role to a job for each reward model among its rewards.
 
     Args:
-        builder: of the job.
-        rewards: of the run.
-        resource: of each member, as for ``.resource(…)``.
+        builder: the job.
+        rewards: the rewards of the run.
+        resource: resources of each member, as for ``.resource(…)``.
 
     Returns:
         the names of the roles.
@@ -160,12 +161,12 @@ def add_reward_roles(builder: RLJobBuilder, rewards: Iterable[object], resource:
 def conversation_ids(
     tokenizer: Any, prompt: str | Sequence[Mapping[str, Any]], response: str, *, ended: bool = True
 ) -> list[int]:
-    """Token ids of a prompt and its response, for the training of a reward model and for its scores alike.
+    """Token ids of a prompt and its response, as a reward model is trained on them and scores them.
 
     Args:
-        tokenizer: of the reward model.
+        tokenizer: the tokenizer of the reward model.
         prompt: a text, or chat messages, which the tokenizer's chat template formats together with the response.
-        response: the text.
+        response: the text of the response.
         ended: the response ended by itself. If ``prompt`` is a text, the tokenizer's end token is then appended, unless
             it is there already.
     """

@@ -3,50 +3,36 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
-import logging
-import os
+import threading
 from collections.abc import Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-from rlmesh import ReceivesWeights, current_worker, rpc
+from rlmesh import ReceivesWeights, rpc
 from rlmesh.rl.engines.rollout import RolloutEngine, Sample, SamplingParams
 from rlmesh.rl.roles.defaults import choose_device, keep_objects, run_settings
-from rlmesh.rl.roles.playing import ROLLOUT, PlaysEpisodes
-from rlmesh.rl.roles.turns import TakesTurns
+from rlmesh.rl.roles.device_turns import TakesTurns
+from rlmesh.rl.roles.sampling import ROLLOUT, SamplingRole, submit_groups
 from rlmesh.rl.rollout.requests import GroupRequest
 
 if TYPE_CHECKING:
     from rlmesh.rl.trainers.run import Run
 
-__all__ = ["ROLLOUT", "RolloutRole", "engine_params", "make_rollout_engine"]
-
-logger = logging.getLogger(__name__)
-
-SAMPLE_S = 24 * 3600.0
-"""Seconds after which responses are given up that no limit of the run has ended."""
-LOST_CODE = 70
-"""Exit code of a member whose engine has lost its process."""
-SEEDS = 1009
-"""Seeds per call: engine number n takes the n-th of them, so that no two engines and calls share a seed."""
+__all__ = ["RolloutRole", "make_rollout_engine"]
 
 
-class RolloutRole(PlaysEpisodes, TakesTurns, ReceivesWeights):
+class RolloutRole(SamplingRole, TakesTurns, ReceivesWeights):
     """Samples responses. Override `make_engine` for an engine of your own."""
 
     engine: RolloutEngine
 
     def setup(self) -> None:
         self.run_settings: Run = run_settings()
-        self.rank = current_worker().rank
         self.turns = self.make_turns()
         with self.turns.lease():
             self.engine = self.make_engine()
-            if hasattr(self.engine, "on_lost"):
-                self.engine.on_lost = end_process
-            # Level 2 drops the weights: after every sleep a push brings new ones before the next sample.
-            self.turns.add(ROLLOUT, wake=self.engine.wake, sleep=lambda: self.engine.sleep(2))
+            self.add_engine()
         self.receive_weights(self.engine.sink)
         keep_objects()
 
@@ -57,7 +43,7 @@ class RolloutRole(PlaysEpisodes, TakesTurns, ReceivesWeights):
             self.engine.close()
 
     def make_engine(self) -> RolloutEngine:
-        """An engine that serves nothing before the first push of weights."""
+        """Make the engine, which serves nothing before the first push of weights."""
         return make_rollout_engine(self.run_settings, sleeps=self.turns.leased)
 
     @rpc
@@ -67,71 +53,51 @@ class RolloutRole(PlaysEpisodes, TakesTurns, ReceivesWeights):
         with self.turns.turn(ROLLOUT):
             pass
 
-    @rpc
-    def generate(self, prompts: Sequence[Sequence[int]], params: SamplingParams) -> list[Sample]:
-        """One sample per prompt. Each engine draws from a seed of its own, which the call's seed determines."""
-        with self.turns.turn(ROLLOUT):
-            return self.engine.generate(prompts, engine_params(params, self.rank))
-
     def sampling_engine(self) -> RolloutEngine:
         return self.engine
 
     @rpc(concurrent=4096)
     async def sample(self, requests: Sequence[GroupRequest], params: SamplingParams) -> list[list[Sample]]:
-        """The samples of each request, with the requests' own seeds. Calls run beside each other, and beside pushes;
-        the engine must have its devices to itself."""
+        """The samples of each request, with the requests' own seeds.
+
+        Calls run concurrently with each other and with pushes, so the engine must not share its devices.
+        """
         futures = await asyncio.to_thread(submit_groups, self.engine, requests, params)
         try:
-            samples = iter(await asyncio.gather(*map(asyncio.wrap_future, futures)))
+            await first_error_or_all(futures)
+            samples = iter([future.result(0) for future in futures])
         finally:
             for future in futures:
                 future.cancel()
         return [[next(samples) for _ in request.seeds] for request in requests]
 
-    @rpc
-    def sample_in_turn(self, requests: Sequence[GroupRequest], params: SamplingParams) -> list[list[Sample]]:
-        """As `sample`, for an engine that shares its devices."""
-        with self.turns.turn(ROLLOUT):
-            return sample_groups(self.engine, requests, params)
 
+async def first_error_or_all(futures: Sequence[Future[Sample]]) -> None:
+    """Wait until all futures have results, or one has an error, with one wake-up of the loop for all of them."""
+    loop = asyncio.get_running_loop()
+    over: asyncio.Future[None] = loop.create_future()
+    left, lock = len(futures), threading.Lock()
 
-def end_process(why: str) -> None:
-    """End this process: the engine's own process has ended, and only a restart of the member brings another one."""
-    logger.critical("%s", why)
-    logging.shutdown()
-    os._exit(LOST_CODE)
+    def end() -> None:
+        if not over.done():
+            over.set_result(None)
 
+    def count(future: Future[Sample]) -> None:
+        nonlocal left
+        with lock:
+            left -= 1
+            ends = left == 0
+        if ends or future.cancelled() or future.exception() is not None:
+            with suppress(RuntimeError):  # the loop has ended, and nobody waits
+                loop.call_soon_threadsafe(end)
 
-def submit_groups(
-    engine: RolloutEngine, requests: Sequence[GroupRequest], params: SamplingParams
-) -> list[Future[Sample]]:
-    """Start the responses of requests on an engine: one future per response, in order."""
-    prompts = [request.prompt for request in requests for _ in request.seeds]
-    each = [dataclasses.replace(params, seed=seed) for request in requests for seed in request.seeds]
-    submit_all = getattr(engine, "submit_all", None)
-    if submit_all is None:
-        return [engine.submit(prompt, own) for prompt, own in zip(prompts, each, strict=True)]
-    found: list[Future[Sample]] = submit_all(prompts, each)
-    return found
-
-
-def sample_groups(
-    engine: RolloutEngine, requests: Sequence[GroupRequest], params: SamplingParams
-) -> list[list[Sample]]:
-    """The samples of each request; waits for them."""
-    futures = submit_groups(engine, requests, params)
-    try:
-        samples = iter([future.result(SAMPLE_S) for future in futures])
-    finally:
-        for future in futures:
-            future.cancel()
-    return [[next(samples) for _ in request.seeds] for request in requests]
-
-
-def engine_params(params: SamplingParams, rank: int) -> SamplingParams:
-    """The parameters for one engine: its seed is made of the call's seed and the engine's rank."""
-    seed = None if params.seed is None else params.seed * SEEDS + rank
-    return dataclasses.replace(params, seed=seed)
+    for future in futures:
+        future.add_done_callback(count)
+    if futures:
+        await over
+    for future in futures:
+        if future.done():
+            future.result(0)
 
 
 def make_rollout_engine(run: Run, *, sleeps: bool = False) -> RolloutEngine:
@@ -139,7 +105,7 @@ def make_rollout_engine(run: Run, *, sleeps: bool = False) -> RolloutEngine:
 
     Args:
         run: the settings.
-        sleeps: the engine shares its device. It must be able to free its memory, and keeps one copy of the weights.
+        sleeps: True if the engine shares its device: it then can free its memory, and keeps one copy of the weights.
     """
     settings = run.rollout
     if settings.engine == "transformers":

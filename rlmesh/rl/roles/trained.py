@@ -1,4 +1,4 @@
-"""`TrainedRole`: the common part of actor and critic, one rank of a model in training."""
+"""`TrainedRole`: the common part of actor and critic: one rank of a model in training."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from rlmesh.rl.engines.training.packed import PackedBatch
 from rlmesh.rl.engines.training.protocol import Saving, StepReport, TrainingEngine, TrainingOptions
 from rlmesh.rl.packing import Pack
 from rlmesh.rl.roles.defaults import choose_device, keep_objects, run_settings
-from rlmesh.rl.roles.turns import TakesTurns
+from rlmesh.rl.roles.device_turns import TakesTurns
 from rlmesh.rl.trainers.settings import ActorSettings
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ __all__ = ["Share", "TrainedRole", "make_engine"]
 
 TRAINING = "training"
 GATHERED_WHOLE_BYTES = 16 << 20
-"""FSDP2 gathers a smaller model as a whole: gathering it layer by layer saves no memory worth the time."""
+"""FSDP2 gathers a smaller model as a whole: gathering it layer by layer would save little memory."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -44,11 +44,12 @@ class Share:
     """One rank's part of an optimizer step.
 
     Attributes:
-        packs: of this rank; may be none.
-        columns: of each pack, on the CPU.
-        empty: the columns of a pack without targets, for a pass of a rank that has fewer packs than others.
-        normalisers: of the whole batch, over all ranks, divided by the optimizer steps of a pass over the batch.
-        tokens: number of tokens of the whole batch that have a weight in the policy component, divided in the same way.
+        packs: the packs of this rank; may be empty.
+        columns: the columns of each pack, on the CPU.
+        empty: the columns of a pack without targets, for the passes of a rank with fewer packs than others.
+        normalisers: the normalisers of the whole batch over all ranks, divided by the number of optimizer steps per
+            epoch.
+        tokens: number of tokens of the whole batch with a weight in the policy component, divided by the same number.
     """
 
     packs: tuple[Pack, ...]
@@ -62,14 +63,14 @@ class TrainedRole(TakesTurns):
     """One rank of a model in training. Every method is collective: the trainer calls it on all ranks at once."""
 
     section: str
-    """The name of the role's settings in the run, and of its folder in a checkpoint."""
+    """Name of the role's section in the settings of the run, and of its folder in a checkpoint."""
     engine: TrainingEngine
     who: tuple[str, int]
     """Role and rank."""
     saving: tuple[int, Saving] | None = None
-    """The checkpoint that was begun last: step of the run, and its progress."""
+    """The checkpoint that was begun last: its step and its progress."""
     begun = False
-    """True if the weights come from the beginning of the run, or from a checkpoint of it."""
+    """True once the weights are those of the beginning of the run, or of one of its checkpoints."""
 
     def setup(self) -> None:
         self.run_settings: Run = run_settings()
@@ -82,7 +83,7 @@ class TrainedRole(TakesTurns):
         self.turns = self.make_turns()
         with self.turns.lease():
             self.make_parts()
-            # One rank decides: the trainer may complete a checkpoint at any moment.
+            # Rank 0 decides for all, since the trainer may complete a checkpoint at any moment.
             self.restore(ranks.from_first(saved_step(self.run_dir)))
         keep_objects()
 
@@ -98,7 +99,7 @@ class TrainedRole(TakesTurns):
         self.turns.add(TRAINING, wake=lambda: self.engine.reload(), sleep=lambda: self.engine.offload())
 
     def make_engine(self) -> TrainingEngine:
-        """An engine for a new model, as the settings of the run name it."""
+        """Make a new model, and the training engine that the settings name."""
         return make_engine(self.run_settings.train, self.make_model(), self.settings, self.run_settings.steps)
 
     def make_model(self) -> nn.Module:
@@ -106,7 +107,7 @@ class TrainedRole(TakesTurns):
         raise TypeError(f"{type(self).__name__} defines no make_model()")
 
     def train(self, shares: Sequence[Share], loss: Any) -> list[StepReport]:
-        """Make an optimizer step on each of this rank's shares of a batch, in each epoch."""
+        """Make an optimizer step on each of this rank's shares, once per epoch."""
         seed_generators(self.run_settings.seed, self.version + 1, self.who)
         reports = []
         for epoch in range(self.settings.epochs):
@@ -119,7 +120,7 @@ class TrainedRole(TakesTurns):
         return reports
 
     def next_share(self, share: Share) -> Share:
-        """The share of the next epoch, given that of the epoch just made."""
+        """The share for the next epoch, given the share of the last epoch."""
         return share
 
     # Versions.
@@ -135,7 +136,7 @@ class TrainedRole(TakesTurns):
         return self.engine.steps // self.settings.updates
 
     def require(self, version: int) -> None:
-        """Refuse to go on unless the weights are those of ``version``: a role that has restarted has lost steps.
+        """Check that the weights are those of ``version``: a role that restarted has lost steps.
 
         Raises:
             SourceRestarted: the weights have seen another number of steps of the run.
@@ -152,13 +153,13 @@ class TrainedRole(TakesTurns):
 
     @rpc
     def restore(self, step: int) -> None:
-        """Go to the weights and the optimizer state of a step.
+        """Return to the weights and the optimizer state of a step.
 
-        Nothing is done if they are here already. Else they come from the step's checkpoint, or, for step 0, from the
-        initial model and the checkpoint that ``Run(restore=…)`` names.
+        Does nothing if the role is at this step. Otherwise the state comes from the step's checkpoint or, for step 0,
+        from the initial model and the checkpoint that ``Run(restore=…)`` names.
 
         Raises:
-            UsageError: the step has no checkpoint, or a part of it is torn or was altered.
+            UsageError: the step has no checkpoint, or a part of it is incomplete or was altered.
         """
         self.end_saving()
         as_made = step == 0 and not self.begun and self.run_settings.restore is None
@@ -172,7 +173,7 @@ class TrainedRole(TakesTurns):
             else:
                 if self.begun:
                     self.engine.close()
-                    gc.unfreeze()  # the old engine is to be collected, and no longer kept
+                    gc.unfreeze()  # lets the old engine be collected
                     self.engine = self.make_engine()
                     keep_objects()
                 if beginning := beginning_of(self.run_settings):
@@ -181,7 +182,7 @@ class TrainedRole(TakesTurns):
 
     @rpc
     def save(self, version: int) -> str:
-        """Copy the state of a finished step, and begin to write it. Returns the fault that prevents it, or ``""``."""
+        """Copy the state of a finished step, and begin to write it. Returns ``""``, or the fault that prevents it."""
         self.require(version)
         self.end_saving()
         with self.turns.turn(TRAINING):
@@ -193,8 +194,8 @@ class TrainedRole(TakesTurns):
 
     @rpc(concurrent=2)
     def saved(self, version: int, wait_s: float) -> str | None:
-        """The end of what `save` began: ``""`` if this part is complete on all ranks, else the fault; ``None`` if it
-        is still being written after ``wait_s`` seconds."""
+        """The result of `save`: ``""`` if the part is complete on all ranks, else the fault; ``None`` if it is still
+        being written after ``wait_s`` seconds."""
         if self.saving is None or self.saving[0] != version:
             return f"{current_worker().name} restarted while it wrote step {version}"
         try:
@@ -208,7 +209,7 @@ class TrainedRole(TakesTurns):
     def end_saving(self) -> None:
         """Wait until no checkpoint is being written."""
         if self.saving is not None:
-            with suppress(Exception):  # told by `saved`
+            with suppress(Exception):  # `saved` reports the error
                 self.saving[1].result()
 
 
@@ -216,13 +217,13 @@ def make_engine(kind: str, model: nn.Module, settings: ActorSettings, steps: int
     """A training engine by its name.
 
     Args:
-        kind: the name.
-        model: to train.
-        settings: of the role.
-        steps: of the run, over which the learning rate falls.
+        kind: name of the engine.
+        model: the model to train.
+        settings: settings of the role.
+        steps: steps of the run, over which the learning rate falls.
 
     Raises:
-        UsageError: there is no engine of this name, or Liger's layers are wanted and cannot be had.
+        UsageError: there is no engine of this name, or Liger's layers are required and cannot be used.
     """
     use_liger_layers(model, settings.use_liger_kernel)
     options = TrainingOptions(

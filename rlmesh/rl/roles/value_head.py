@@ -17,8 +17,8 @@ __all__ = ["ValueHead", "ValueModel", "value_model"]
 class ValueHead(nn.Linear):
     """A linear map from hidden states ``[…, width]`` to values ``[…, 1]``, computed in the dtype of its weights.
 
-    New heads are 0: the first values are 0, on every rank and for every seed. Lower precision would round values to
-    three digits, so autocast does not apply.
+    A new head is 0, so the first values are 0, on every rank and for every seed. Autocast does not apply, since a lower
+    precision would round values to three digits.
     """
 
     def __init__(self, width: int) -> None:
@@ -74,8 +74,8 @@ class ValueModel(nn.Module):
 def value_model(model: str) -> ValueModel:
     """A critic from a folder or hub name, in float32.
 
-    A model that scores sequences or tokens with one label (a reward model, an earlier critic) keeps its head; any
-    other gets a new head.
+    A model that scores sequences or tokens with one label (a reward model, an earlier critic) keeps its head; other
+    models get a new head.
 
     Raises:
         UsageError: the head of a model with one label is no linear map.

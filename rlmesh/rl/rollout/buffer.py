@@ -8,14 +8,15 @@ which is freed only when its group is trained, dropped or failed::
                                  dropped   all responses have the same reward, and others are drawn instead
                                  failed    no response has a reward, or the prompt kills engines or scorers
 
-**Order.** A step trains on the first ``batch_size`` slots in drawing order that are neither dropped nor failed. A group
-with a slow answer is waited for, never overtaken, so the length of an answer has no influence on whether, or how often,
-its prompt is trained.
+**Order.** A step trains on the first ``batch_size`` slots in drawing order that are neither dropped nor failed. It
+waits for slow groups, so the length of an answer does not influence whether, or how often, its prompt is trained.
 
-**Staleness.** A slot may be asked for only if, trained in the step that its place in the order gives, it is within the
-bound. Slots before it that are dropped only make that step earlier. `take` checks the bound again.
+**Staleness.** The place of a slot in the order gives the latest step that can train it; dropped slots before it only
+make this step earlier. A slot may be requested only if it is within the staleness bound in its latest step. `take`
+checks the bound again.
 
-**Back-pressure.** So the bound limits the number of slots too: engines wait when no further slot may be asked for.
+**Back-pressure.** Thereby the bound also limits the number of slots: engines wait when no further slot may be
+requested.
 """
 
 from __future__ import annotations
@@ -37,16 +38,16 @@ class GroupSlot:
     """The place of one prompt's group.
 
     Attributes:
-        position: in the sequence of prompts.
+        position: position in the sequence of prompts.
         key: (epoch, index of the prompt in the data).
         state: see the module.
         step: the step that trains the group, or for which it was dropped or failed.
         versions: oldest and newest version that sampled a token; None before sampling.
-        asked: number of times that an engine was asked for the group.
-        deaths: number of deaths of engines that were sampling the group.
-        suspect: number of the crash that the group may have caused; 0: none. It is asked for alone.
-        scored: the group has the outcomes of its rewards.
-        reason: of the last change, for people.
+        asked: number of requests to engines for the group.
+        deaths: number of engines that died while they sampled the group.
+        suspect: number of the crash that the group may have caused; 0: none. A suspect is sampled alone.
+        scored: True if the group has the outcomes of its rewards.
+        reason: the reason for the last change, for people.
         group: the responses.
     """
 
@@ -67,18 +68,23 @@ class GroupSlot:
         """True if the group may be trained."""
         return self.state == "sampled" and self.scored
 
+    @property
+    def title(self) -> str:
+        """The group's prompt, for messages."""
+        epoch, index = self.key
+        return f"the prompt at position {self.position} (epoch {epoch}, prompt {index} of the data)"
+
 
 class SampleBuffer:
-    """Not thread-safe.
+    """The slots of a run from drawing to training; see the module. Not thread-safe.
 
     Args:
         batch_size: groups per step.
-        staleness: the most that a group may have when it is trained (`rlmesh.rl.rollout.pipeline.Pipeline`).
-        steps: of the run; nothing is drawn for later ones.
-        extra: slots that may be asked for beyond those that the bound needs, so that groups that are dropped have a
-            replacement at once. They are scored only when they are needed so. A group that is too old when its step
-            comes is asked for again.
-        refill: for each step, at most ``refill * batch_size`` groups are dropped; further ones are kept.
+        staleness: the largest staleness of a group when it is trained (`rlmesh.rl.rollout.pipeline.Pipeline`).
+        steps: number of steps of the run; nothing is drawn for later steps.
+        extra: number of slots that may be requested beyond the bound, as replacements for dropped groups. They are
+            scored only when they are needed, and requested again if they are too old then.
+        refill: at most ``refill * batch_size`` groups are dropped per step; further ones are kept.
         record: called with each slot after each change of its state.
     """
 
@@ -93,13 +99,11 @@ class SampleBuffer:
         self._taken: list[GroupSlot] = []
         self._lost: dict[tuple[int, str], int] = {}
         self.deaths: dict[int, int] = {}
-        """Deaths of engines by position, as long as the group has not been sampled since; a return to a checkpoint does
-        not undo them."""
+        """Deaths of engines by position, until the group is sampled. A return to a checkpoint does not reset them."""
         self.suspects: dict[int, int] = {}
-        """`GroupSlot.suspect` by position, likewise."""
+        """`GroupSlot.suspect` by position, kept like ``deaths``."""
         self.poison: dict[int, str] = {}
-        """Positions whose prompts kill engines or scorers, and the reasons: their slots fail as soon as they are
-        drawn."""
+        """Positions whose prompts kill engines or scorers, with the reasons. Their slots fail when they are drawn."""
         self.cursor = 0
         """The next position to draw."""
         self.step = 1
@@ -123,7 +127,7 @@ class SampleBuffer:
 
     @property
     def window(self) -> int:
-        """The number of waiting slots that may be asked for now."""
+        """The number of waiting slots that may be requested now."""
         if self.version is None:
             return 0
         within = self.batch_size * (self.version + self.staleness + 2 - self.step)
@@ -135,10 +139,10 @@ class SampleBuffer:
         return max(0, self.window - len(self._live))
 
     def draw(self, key_of: Callable[[int], tuple[int, int]]) -> list[GroupSlot]:
-        """Fill the window with new slots, and give them.
+        """Fill the window with new slots, and return these.
 
         Args:
-            key_of: position → (epoch, index of the prompt).
+            key_of: function from a position to (epoch, index of the prompt).
         """
         new = []
         while self.room:
@@ -159,11 +163,12 @@ class SampleBuffer:
             self._lose(slot, "failed", self.poison[slot.position])
 
     def askable(self) -> list[GroupSlot]:
-        """The slots that an engine may be asked for now, in drawing order."""
+        """The slots that may be requested from an engine now, in drawing order."""
         return [slot for slot in islice(self._live.values(), self.window) if slot.state == "drawn"]
 
     def target(self, slot: GroupSlot) -> int:
-        """The step that trains a waiting slot if no slot before it is dropped or fails; else it is an earlier one."""
+        """The latest step that can train a waiting slot: the step that does if no slot before it is dropped or
+        fails."""
         place = next(number for number, one in enumerate(self._live.values()) if one is slot)
         return self.step + place // self.batch_size
 
@@ -176,13 +181,13 @@ class SampleBuffer:
         """Note that the group must be sampled again.
 
         Args:
-            reason: for people.
-            died: an engine died that was sampling it.
-            suspect: the group may have caused the crash of this number.
+            reason: the reason, for people.
+            died: True if an engine died while it sampled the group.
+            suspect: number of the crash that the group may have caused; 0: none.
         """
         if died:
             self.deaths[slot.position] = self.deaths.get(slot.position, 0) + 1
-        # Not those from before its last responses: after a resume, the ledger's number makes it a suspect.
+        # Deaths before its last responses do not count: after a resume, the ledger's number would make it a suspect.
         slot.deaths = self.deaths.get(slot.position, 0)
         if suspect:
             slot.suspect = self.suspects[slot.position] = suspect
@@ -205,12 +210,12 @@ class SampleBuffer:
         slot.group, slot.scored = group, True
 
     def fail(self, slot: GroupSlot, reason: str, *, poison: bool = False) -> int:
-        """Free the slot of a group that can never be trained; gives the number of those that failed for its step.
+        """Free the slot of a group that can never be trained; returns the number of groups that failed for its step.
 
         Args:
-            reason: for people.
-            poison: its prompt kills engines or scorers, and is never asked for again. Groups that were suspected of the
-                same crash are not any longer.
+            reason: the reason, for people.
+            poison: True if its prompt kills engines or scorers: it is never requested again, and other suspects of the
+                same crash are cleared.
         """
         if poison:
             self.poison[slot.position] = reason
@@ -225,7 +230,8 @@ class SampleBuffer:
                 self._clear(slot)
 
     def drop(self, slot: GroupSlot, reason: str) -> bool:
-        """Free the slot of a group that is not worth training. False, and the group is kept, if too many were."""
+        """Free the slot of a group that is not worth training. If too many were dropped, keep the group and return
+        False."""
         if self._lost.get((self.target(slot), "dropped"), 0) >= self._most_dropped:
             return False
         self._lose(slot, "dropped", reason)
@@ -241,8 +247,8 @@ class SampleBuffer:
     # Training.
 
     def take(self, step: int) -> list[GroupSlot] | None:
-        """The slots of a step, in drawing order; None: not all of them are ready, or some are too old and must be
-        sampled again.
+        """Take the slots of a step, in drawing order. None: some are not ready, or are too old and must be sampled
+        again.
 
         Raises:
             ValueError: it is another step's turn.
@@ -251,7 +257,8 @@ class SampleBuffer:
             raise ValueError(f"step {step} cannot take its groups: it is the turn of step {self.step}")
         first = list(islice(self._live.values(), self.batch_size))
         for slot in first:
-            # Also if it has no scores: it was being sampled at the last `advance`, and is not scored, as it is too old.
+            # This includes unscored slots: they were being sampled at the last `advance`, and too old slots are not
+            # scored.
             if slot.state == "sampled" and self._is_too_old(slot, step):
                 self.renewed += 1
                 self.ask_again(slot, f"too old for step {step}: version {slot.versions}")
@@ -281,8 +288,8 @@ class SampleBuffer:
         return sampled and not all(slot.scored for slot in first)
 
     def unscored(self) -> list[GroupSlot]:
-        """The slots that are sampled and not scored, in drawing order, without those that would be too old for the step
-        of their place: what their rewards say must not decide what that step trains on."""
+        """The slots that are sampled and not scored, in drawing order. Slots that are too old for the step of their
+        place are left out: their rewards must not influence what this step trains on."""
         return [
             slot
             for place, slot in enumerate(self._live.values())
@@ -304,7 +311,7 @@ class SampleBuffer:
             self._change(slot, "trained", "")
 
     def advance(self, version: int) -> None:
-        """Note that the engines serve a version. Groups that would be too old in their step are sampled again."""
+        """Note the version that the engines serve now. Groups that would be too old in their step are sampled again."""
         self.version = version
         for place, slot in enumerate(self._live.values()):
             if slot.state == "sampled" and self._is_too_old(slot, self.step + place // self.batch_size):
@@ -313,9 +320,9 @@ class SampleBuffer:
     # Resuming.
 
     def state(self) -> dict[str, Any]:
-        """All that must be saved with a checkpoint: plain values, and `Group` objects.
+        """The state for a checkpoint: plain values, and `Group` objects.
 
-        Call it between steps: the slots of a step in training are not part of it.
+        Call this between steps: slots that are in training are not part of the state.
         """
         kept = ("position", "key", "asked")
         return {
@@ -330,8 +337,8 @@ class SampleBuffer:
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go back to a saved state. Groups that were being sampled then are sampled anew. The engines' version is
-        unknown until `advance`."""
+        """Return to a saved state. Groups that were being sampled at that time are sampled anew. The engines' version
+        is unknown until `advance`."""
         self.cursor, self.step, self.version = state["cursor"], state["step"], None
         self._taken = []
         self._lost = {(step, why): count for step, why, count in state.get("lost", ())}
@@ -347,7 +354,7 @@ class SampleBuffer:
             self._fail_poison(slot)
 
     def counts(self) -> dict[str, int]:
-        """Number of waiting slots in each state, and of those that are ready."""
+        """The number of waiting slots in each state, and of slots that are ready."""
         found = dict.fromkeys(("drawn", "sampling", "sampled"), 0)
         for slot in self._live.values():
             found[slot.state] += 1
@@ -364,7 +371,7 @@ class SampleBuffer:
 
 
 def _versions_of(group: Group, unknown: int | None) -> tuple[int, int] | None:
-    """Oldest and newest version of any token of a group; ``unknown`` stands for responses without tokens."""
+    """The oldest and newest version of any token of a group; responses without tokens count as ``unknown``."""
     found = {version for episode in group.episodes for version in episode.versions}
     if not found:
         return None if unknown is None else (unknown, unknown)

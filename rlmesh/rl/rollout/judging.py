@@ -1,4 +1,4 @@
-"""`judge`: what becomes of a group, given the outcomes of its rewards. No I/O."""
+"""`judge`: decides whether a scored group is trained, dropped or failed. No I/O."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ def judge(group: Group, total: Callable[[Episode], Outcome], *, dynamic: bool, d
     """The verdict on a scored group.
 
     Args:
-        group: with outcomes.
-        total: the outcome of all rewards of an episode together.
+        group: the group with outcomes.
+        total: function that gives the combined outcome of an episode's rewards.
         dynamic: drop groups whose responses all have the same reward, since they have no advantage (dynamic sampling of
             DAPO; Yu et al. 2025, arXiv:2503.14476).
-        died: the text by which the failures of scorers whose process died are known.
+        died: the beginning of a failure's reason if the scorer's process died.
     """
     outcomes = [outcome for episode in group.episodes for outcome in episode.outcomes.values()]
     for outcome in outcomes:

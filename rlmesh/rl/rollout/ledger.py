@@ -1,16 +1,16 @@
-"""`Ledger`: the record of a run's sample buffer, an SQLite file in the run directory.
+"""`Ledger`: the history of a run's sample buffer, in an SQLite file in the run directory.
 
 ::
 
     sqlite3 RUN/ledger.sqlite "SELECT position, step, oldest, newest FROM slots WHERE NOT void AND state = 'trained'"
 
-One row is one slot of the buffer (`rlmesh.rl.rollout.buffer`). When a run goes back to a checkpoint, the rows of later
-work become void and stay for people to read, and new rows are written under the next ``line``: the rows that are not
-void are the history of the weights that the run has.
+Each row is a slot of the buffer (`rlmesh.rl.rollout.buffer`). When a run returns to a checkpoint, later rows are marked
+as void, and new rows get the next ``line`` number. So the rows that are not void are the history of the present
+weights; void rows are kept for people.
 
-A thread writes, in one transaction for all that has come meanwhile, and without fsync: what it has written survives the
-death of the process, though perhaps not that of the machine. `Ledger.sync` makes the file safe against that too; it
-belongs to checkpoints, which do not need the rows after them.
+A thread writes all waiting rows in one transaction, without fsync: rows that are written survive the end of the
+process, but perhaps not a crash of the machine. `Ledger.sync` calls fsync; each checkpoint does so for the rows before
+it.
 """
 
 from __future__ import annotations
@@ -38,17 +38,17 @@ logger = logging.getLogger(__name__)
 LEDGER = "ledger.sqlite"
 """Name of the file in the run directory."""
 WAIT_S = 60.0
-"""Deadline of a wait for the thread that writes, and for a reader's lock."""
+"""Seconds to wait for the writing thread, and for the lock of a reader."""
 PASSES = (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_FULL)
-"""Errors that may pass, such as a full disk."""
+"""Codes of errors that may be temporary, such as a full disk."""
 PROMPTS = ("seed", "prompts", "data")
-"""Settings that decide which prompt a position is."""
+"""Settings that decide which prompt a position stands for."""
 T = TypeVar("T")
 Work = Callable[[sqlite3.Connection], Any]
 
 
 def _sync(connection: sqlite3.Connection) -> None:
-    """Mark a batch that is followed by an fsync."""
+    """Do nothing: this work marks a batch after which the thread calls fsync."""
 
 
 TABLES = """
@@ -73,10 +73,10 @@ class LedgerRow:
     """One row of the ledger; see `GroupSlot` for the columns that both have.
 
     Attributes:
-        line: number of the return to a checkpoint after which the row was written, from 0 on.
-        oldest, newest: versions that sampled tokens of the group; None: none did.
+        line: number of returns to a checkpoint before the row was written.
+        oldest, newest: the oldest and newest version that sampled tokens of the group; None: no tokens.
         at: time of the last change, in seconds since 1970.
-        void: the run went back to an earlier checkpoint.
+        void: True if the run returned to an earlier checkpoint.
     """
 
     line: int
@@ -98,12 +98,12 @@ COLUMNS = tuple(one.name for one in fields(LedgerRow))
 
 
 class Ledger:
-    """Writes the record. Its methods may be called from any thread; only `flush`, `sync` and `go_back` wait.
+    """Writes the history. Methods may be called from any thread; `flush`, `go_back` and `troubles` wait for the file.
 
     Args:
-        run_dir: where the file is, or is made, with the rights of the folder.
-        settings: of the buffer, for readers.
-        clock: seconds since 1970.
+        run_dir: the run directory. A new file gets the folder's permissions.
+        settings: settings of the buffer, for readers of the file.
+        clock: returns seconds since 1970.
 
     Raises:
         UsageError: the file cannot be opened.
@@ -114,16 +114,16 @@ class Ledger:
         self._clock = clock
         self._queue: queue.SimpleQueue[tuple[Work, Future[Any] | None] | None] = queue.SimpleQueue()
         self._error: Exception | None = None
-        """An error that nobody waited for: raised by the next wait."""
+        """An error of work without a future; the next wait raises it."""
         self._thread: threading.Thread | None = None
         self._line = 0
         self._left: list[tuple[Work, Future[Any] | None]] = []
-        """Rows that a full disk did not take."""
+        """Work that failed on a full disk, and is tried again."""
         self._told = False
         try:
             make_file(self.path)
             connection = sqlite3.connect(self.path, timeout=WAIT_S, isolation_level=None, check_same_thread=False)
-            # No write-ahead log: that needs shared memory, which file systems of a network lack.
+            # A write-ahead log would need shared memory, which network file systems lack.
             connection.execute("PRAGMA journal_mode = TRUNCATE")
             connection.execute("PRAGMA synchronous = OFF")
             connection.executescript(TABLES)
@@ -141,14 +141,14 @@ class Ledger:
         self._thread.start()
 
     def _begin_history(self, connection: sqlite3.Connection, settings: Mapping[str, Any]) -> None:
-        """Note the first line of a run with these prompts: in a folder of another one, a position is another prompt."""
+        """Store the first line with these prompts. If an earlier run had others, its positions are other prompts."""
         before = dict(connection.execute("SELECT name, value FROM settings"))
         if any(name in before and before[name] != str(settings.get(name)) for name in PROMPTS):
             first = connection.execute("SELECT coalesce(max(line), -1) + 1 FROM slots").fetchone()[0]
             connection.execute("INSERT OR REPLACE INTO settings VALUES ('first_line', ?)", (str(first),))
 
     def record(self, slot: GroupSlot) -> None:
-        """Write the slot as it is now."""
+        """Write the present state of a slot."""
         now, line = self._clock(), self._line
         oldest, newest = slot.versions or (None, None)
         row = (
@@ -166,11 +166,12 @@ class Ledger:
         self._post(lambda connection: connection.execute("INSERT INTO events VALUES (?, ?, ?, ?, ?)", event))
 
     def flush(self) -> None:
-        """Wait until everything so far is written, so that the death of this process cannot lose it. If the disk is
-        full or slow, rows wait for it, and training need not: a checkpoint has all that it needs itself.
+        """Wait until all rows so far are written, so that the end of this process does not lose them.
+
+        If the disk is full or slow, return nevertheless: the rows are written later, and no checkpoint needs them.
 
         Raises:
-            sqlite3.Error: there is another error.
+            sqlite3.Error: the rows cannot be written for another reason.
         """
         try:
             self._do(lambda connection: None)
@@ -181,18 +182,18 @@ class Ledger:
                 raise
 
     def sync(self) -> Future[None]:
-        """Make everything so far safe against the death of the machine; the future is done when it is."""
+        """Write all rows so far with fsync; returns a future that is done afterwards."""
         future: Future[None] = Future()
         self._post(_sync, future)
         return future
 
     def go_back(self, step: int, cursor: int, waiting: Iterable[int] = ()) -> None:
-        """Void the rows of later work, and begin the next line.
+        """Mark the rows of later work as void, and begin the next line.
 
         Args:
             step: the last step that counts.
             cursor: the next position to draw.
-            waiting: earlier positions whose slots are not done with.
+            waiting: earlier positions whose slots are not finished.
         """
         undone = list(waiting)
 
@@ -214,8 +215,8 @@ class Ledger:
         self._do(work)
 
     def troubles(self, sign: str) -> tuple[dict[int, int], dict[int, str]]:
-        """The troubles of earlier lines of the same prompts: deaths by position, of groups that have not been sampled
-        since; and reasons that begin with ``sign``."""
+        """Troubles of earlier lines with the same prompts, by position: the deaths of engines, for groups that were not
+        sampled afterwards; and the reasons of failures that begin with ``sign``."""
 
         def work(connection: sqlite3.Connection) -> tuple[dict[int, int], dict[int, str]]:
             own = "line >= (SELECT coalesce(max(CAST(value AS INTEGER)), 0) FROM settings WHERE name = 'first_line')"
@@ -227,7 +228,7 @@ class Ledger:
         return self._do(work)
 
     def close(self) -> None:
-        """Write the rest, and end the thread. May be called twice."""
+        """Write all waiting rows, and end the thread. May be called twice."""
         thread, self._thread = self._thread, None
         if thread is not None:
             self._queue.put(None)
@@ -260,8 +261,11 @@ class Ledger:
                 self._carry_out(connection, [one for one in batch if one is not None])
 
     def _carry_out(self, connection: sqlite3.Connection, batch: list[tuple[Work, Future[Any] | None]]) -> None:
-        """Do all work in one transaction, with what a full disk has left over. Another error fails the futures of the
-        batch, or else the next wait."""
+        """Do the work of a batch, and earlier work that failed on a full disk, in one transaction.
+
+        If the transaction fails, the futures of the batch get the error. Without futures, the next wait raises it. Work
+        that failed on a full disk is kept for the next batch.
+        """
         batch = self._left + batch
         results = []
         try:
@@ -282,7 +286,7 @@ class Ledger:
                 logger.warning("%s cannot be written, and training goes on: %s; it is tried again", self.path, error)
             for _, future in waiting:
                 future.set_exception(error)
-            if not passes and all(work is _sync for work, _ in waiting):  # which nobody need wait for
+            if not passes and all(work is _sync for work, _ in waiting):  # nobody need look at these futures
                 self._error = error
             return
         self._left = []
@@ -295,7 +299,7 @@ class Ledger:
                 future.set_result(result)
 
     def _fsync(self) -> OSError | None:
-        """Make the file safe, whose last transaction is over; returns what prevents it."""
+        """Call fsync on the file after a transaction; returns the error, if there is one."""
         try:
             with self.path.open("rb") as file:
                 os.fsync(file.fileno())
@@ -305,8 +309,8 @@ class Ledger:
 
 
 def make_file(path: Path) -> None:
-    """Make the file, with the rights of its folder: private, or readable for a group. SQLite gives its other files the
-    same rights."""
+    """Make the file if it does not exist: private, or readable for the group if the folder is. SQLite's other files get
+    the same permissions."""
     mode = 0o600 | (path.parent.stat().st_mode & 0o040)
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, mode)
     try:
@@ -318,11 +322,11 @@ def make_file(path: Path) -> None:
 
 
 def read_rows(path: Path, *, void: bool = False) -> Iterator[LedgerRow]:
-    """The rows of a ledger, by line and position, also while the run goes on.
+    """Read the rows of a ledger, by line and position; the run may be in progress.
 
     Args:
         path: the file.
-        void: also those that are void.
+        void: include rows that are void.
     """
     with closing(sqlite3.connect(f"file:{path}?mode=ro", uri=True, timeout=WAIT_S)) as connection:
         which = "" if void else "WHERE NOT void"
@@ -333,11 +337,11 @@ def read_rows(path: Path, *, void: bool = False) -> Iterator[LedgerRow]:
 
 
 def faults_of(path: Path) -> list[str]:
-    """Faults of the surviving history of a run, one sentence each; empty if all of this holds.
+    """Faults in the rows of a run that are not void, one sentence each; empty if the following is true.
 
-    Every slot that precedes a trained one is trained, dropped or failed, so none is lost. No prompt is in two slots of
-    an epoch. Steps follow each other without a gap, each with a whole batch, in drawing order. No group is staler than
-    the pipeline allows, or sampled by weights that did not exist yet.
+    Each slot before a trained slot is trained, dropped or failed, so none is lost. No prompt is in two slots of an
+    epoch. Steps follow each other without a gap, each with a whole batch, in drawing order. No group is staler than the
+    pipeline allows, or was sampled by weights that did not exist yet.
     """
     with closing(sqlite3.connect(f"file:{path}?mode=ro", uri=True, timeout=WAIT_S)) as connection:
         settings = dict(connection.execute("SELECT name, value FROM settings"))

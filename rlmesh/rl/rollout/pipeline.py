@@ -1,12 +1,12 @@
-"""`Pipeline`: how far sampling may be ahead of training. Parses the setting ``Run(pipeline=…)``. No I/O."""
+"""`Pipeline`: how far sampling may be ahead of training, parsed from ``Run(pipeline=…)``. No I/O."""
 
 from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from difflib import get_close_matches
 
 from rlmesh.errors import UsageError
+from rlmesh.rl.faults import did_you_mean
 
 __all__ = ["Pipeline"]
 
@@ -16,16 +16,16 @@ FORMS = "'sync', 'one-step-off', 'async' and 'async(staleness=2)'"
 
 @dataclass(frozen=True, slots=True)
 class Pipeline:
-    """The rules of one loop, of which all pipelines are settings.
+    """The settings of the training loop that make it synchronous, one step off or asynchronous.
 
-    The staleness of a group that step s trains (from 1 on) is ``s - 1 - v``: step s begins with the weights of version
-    s - 1, and v is the oldest version that sampled a token of the group. Staleness 0 is on-policy.
+    Step s (from 1 on) begins with the weights of version s - 1. If v is the oldest version that sampled a token of a
+    group, the group's staleness in step s is ``s - 1 - v``. Staleness 0 is on-policy.
 
     Attributes:
         name: ``sync``, ``one-step-off`` or ``async``.
-        staleness: the most that any group may have.
-        drains: a push of weights waits until no response is being sampled, so each response has one version, which
-            follows from its step; otherwise responses go on across a push.
+        staleness: the largest staleness that a group may have.
+        drains: True: a push of weights waits until no response is being sampled, so each response has one version,
+            which follows from its step. False: responses continue across a push.
     """
 
     name: str
@@ -34,7 +34,7 @@ class Pipeline:
 
     @classmethod
     def parse(cls, text: str) -> Pipeline:
-        """The pipeline of a setting.
+        """Parse a setting.
 
         Raises:
             UsageError: there is no such pipeline.
@@ -46,8 +46,7 @@ class Pipeline:
             return cls(given, 1, drains=True)
         found = re.fullmatch(r"async(?:\(\s*(?:staleness\s*=\s*)?(-?\d+)\s*\))?", given)
         if found is None:
-            near = get_close_matches(given.partition("(")[0].strip().replace("_", "-"), NAMES, 1)
-            advice = f"; did you mean {near[0]!r}?" if near else ""
+            advice = did_you_mean(given.partition("(")[0].strip().replace("_", "-"), NAMES)
             raise UsageError(f"pipeline={text!r}: there is {FORMS}{advice}")
         staleness = int(found[1] or 1)
         if staleness < 1:

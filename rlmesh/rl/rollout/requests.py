@@ -1,4 +1,4 @@
-"""Requests for groups, and what becomes of them: the values between a `Sampler` and engines, rewards and algorithm."""
+"""Values that a `Sampler` exchanges with engines and rewards: requests for groups, and verdicts on groups."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from rlmesh.rl.types import Episode
 __all__ = ["Engines", "ErrorKind", "GroupRequest", "Verdict", "requests_of", "sample_seed"]
 
 ErrorKind = Literal["crashed", "died", "no weights", "error"]
-"""Meanings of an error of a request. ``crashed``: the engine's process ended by itself, or the kernel ended it for lack
-of memory. ``died``: the process is gone, perhaps by a signal from outside, or with its node. ``no weights``: the
-request was not begun, since the engine has no weights or is being restarted. ``error``: anything else."""
+"""Kinds of errors of a request. ``crashed``: the engine's process ended by itself, or the kernel killed it for lack of
+memory. ``died``: the process ended for another reason, such as a signal from outside or the loss of its node. ``no
+weights``: the request did not begin, since the engine has no weights or is restarting. ``error``: anything else."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,10 +24,10 @@ class GroupRequest:
     """A request for the responses of one group.
 
     Attributes:
-        position: of the group's slot.
+        position: position of the group's slot.
         prompt: token ids.
-        seeds: one per response; they depend on the run's seed and the position only (`sample_seed`).
-        row: of the data set, for episodes of several turns.
+        seeds: a seed per response, which depends on the run's seed and the position only (`sample_seed`).
+        row: the row of the data set, for episodes of several turns.
     """
 
     position: int
@@ -41,9 +41,9 @@ class Verdict:
     """The decision on a scored group.
 
     Attributes:
-        state: ``kept``: it is trained; ``dropped``: it teaches nothing; ``failed``: it has no reward; ``died``: the
-            process of a scorer died.
-        reason: for people.
+        state: ``kept``: the group is trained; ``dropped``: all its rewards are equal; ``failed``: it has no reward;
+            ``died``: the process of a scorer died.
+        reason: the reason, for people.
     """
 
     state: Literal["kept", "dropped", "failed", "died"]
@@ -51,10 +51,10 @@ class Verdict:
 
 
 class Engines(Protocol):
-    """The engines, as a sampler sees them. Agents that sample through engines can take their place."""
+    """The interface of engines for a `Sampler`. Objects that play episodes with engines implement it too."""
 
     def ranks(self) -> Sequence[int]:
-        """The ranks of the engines that got the weights pushed last, as far as is known."""
+        """The ranks of the engines that got the last push, as far as is known."""
         ...
 
     def returned(self) -> bool:
@@ -62,7 +62,8 @@ class Engines(Protocol):
         ...
 
     def ask(self, rank: int, requests: Sequence[GroupRequest]) -> Future[Any]:
-        """Start to sample on one engine; the future has what `episodes` reads. ``cancel()`` gives the requests up."""
+        """Start to sample on an engine; returns a future with the argument of `episodes`. ``cancel()`` gives the
+        requests up."""
         ...
 
     def episodes(self, result: Any) -> list[list[Episode]]:
@@ -70,21 +71,21 @@ class Engines(Protocol):
         ...
 
     def progress(self) -> dict[int, int]:
-        """By rank, numbers that change while an engine samples, also within a request; without engines that cannot
-        say it."""
+        """A counter per rank that changes while an engine samples, also within a request. Engines that have none are
+        left out."""
         ...
 
     def kind_of(self, error: BaseException) -> ErrorKind:
-        """The meaning of an error of `ask`."""
+        """The kind of an error of `ask`."""
         ...
 
 
 def sample_seed(seed: int, position: int, sample: int) -> int:
-    """The seed of one response, from 0 to 2³¹ - 1: a function of the run's seed, the position and its number."""
+    """The seed of a response, from 0 to 2³¹ - 1: a function of the run's seed, the position and the response's
+    number."""
     return int(np.random.SeedSequence([seed, position, sample]).generate_state(1)[0]) >> 1
 
 
 def requests_of(prompts: Sequence[list[int]], seed: int) -> list[GroupRequest]:
-    """A request for one response per prompt. Its seed depends on the prompt's place, and not on the number of engines
-    that share the requests."""
+    """A request for one response per prompt. Its seed depends on the prompt's index, not on the number of engines."""
     return [GroupRequest(place, prompt, (sample_seed(seed, place, 0),)) for place, prompt in enumerate(prompts)]

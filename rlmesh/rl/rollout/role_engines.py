@@ -28,13 +28,13 @@ from rlmesh.rl.types import Episode
 __all__ = ["LOST", "PUSHES", "OwnSampling", "RoleEngines", "kind_of", "progress_of", "push_to_all", "serving"]
 
 LOST = (PeerLost, StaleIncarnation, Restarting)
-"""Errors of calls to a member whose process died, or was replaced."""
+"""Errors of calls to a member whose process died or was replaced."""
 PUSHES = 5
-"""Attempts of a push during which engines are lost."""
+"""The most attempts of a push during which engines die."""
 PROGRESS_S = 5.0
-"""Seconds for which an engine may take to say whether it samples."""
+"""Seconds to wait for an engine's progress counter."""
 CRASH = re.compile(r"exited with code|killed by SIG(?:ABRT|BUS|FPE|ILL|SEGV|SYS|TRAP)\b|\(out of memory")
-"""Ends of a process that a prompt may have caused, as `PeerLost.reason` tells them. Other signals come from outside."""
+"""Matches a `PeerLost.reason` whose cause may be a prompt. Other signals come from outside."""
 
 
 class RoleEngines:
@@ -42,8 +42,8 @@ class RoleEngines:
 
     Args:
         group: the members.
-        params: of sampling; the seeds come with the requests.
-        in_turn: the members share their devices with other roles, and take turns.
+        params: parameters of sampling; the seeds come with the requests.
+        in_turn: True if the members share their devices with other roles, and take turns.
         sync: pushes weights to the members; None: pushes go to all of them.
     """
 
@@ -98,7 +98,7 @@ def serving(group: Any, sync: WeightSync) -> Any:
 
 
 def progress_of(group: Any) -> dict[int, int]:
-    """By rank, numbers that change while a member samples; without members that do not answer."""
+    """A counter per rank that changes while a member samples. Members that do not answer are left out."""
     # Not idempotent, and without a queue: a member that restarts is not waited for.
     quick, found = group.options(idempotent=False, queue=False, timeout_s=PROGRESS_S), {}
     asked = {rank: quick[place].call("tokens_sampled") for place, rank in enumerate(group.ranks)}
@@ -109,7 +109,7 @@ def progress_of(group: Any) -> dict[int, int]:
 
 
 def kind_of(error: BaseException) -> ErrorKind:
-    """The meaning of an error of a call to a member."""
+    """The kind of an error of a call to a member."""
     if isinstance(error, WeightsNotReady):
         return "no weights"
     if not isinstance(error, LOST):
@@ -124,16 +124,17 @@ def push_to_all(
     push: Callable[[], object], before: Callable[[], object], after: Callable[[], object], *, wait_s: float,
     clock: Callable[[], float] = time.monotonic,
 ) -> None:  # fmt: skip
-    """Make a push of weights, and make it again if an engine is lost meanwhile, or as long as one has not started.
+    """Push weights to all engines; repeat the push if an engine dies meanwhile or has not started yet.
 
     Args:
         push: makes one attempt, which waits for engines for some time.
-        before, after: called before each attempt, and after one that failed.
-        wait_s: the most seconds for which engines that start are waited for; a large model takes minutes to load.
-        clock: seconds.
+        before: called before each attempt.
+        after: called after each attempt that failed.
+        wait_s: the most seconds to wait for engines that start: a large model takes minutes to load.
+        clock: returns seconds.
 
     Raises:
-        WeightSyncError: the push failed for another reason, engines were lost again and again, or did not start.
+        WeightSyncError: the push failed for another reason, engines died in `PUSHES` attempts, or did not start.
     """
     began, losses = clock(), 0
     while True:
@@ -154,13 +155,13 @@ def push_to_all(
 
 
 class OwnSampling:
-    """A trainer's own method of sampling in the place of engines, which samples whole rounds on the caller's thread.
+    """Lets a trainer's own function sample in place of engines: whole rounds, on the caller's thread.
 
-    The seed of a round is that of its first response. The generators of Python, NumPy and torch are seeded with it too,
-    so responses are the same in a run that goes on from a checkpoint.
+    The seed of a round is the seed of its first response. The generators of Python, NumPy and torch are seeded with it
+    too, so that a resumed run samples the same responses.
 
     Args:
-        generate: (prompts, seed) → one episode per prompt.
+        generate: function from prompts and a seed to one episode per prompt.
     """
 
     def __init__(self, generate: Callable[[list[list[int]], int], list[Episode]]) -> None:

@@ -1,4 +1,4 @@
-"""`RunSampling`: buffer, ledger and sampler of a run, as a trainer uses them."""
+"""`RunSampling`: buffer, ledger and sampler of a run, in one object for the trainer."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ __all__ = ["RunSampling", "role_engines"]
 logger = logging.getLogger(__name__)
 
 SUMMED = 1 << 16
-"""Prompts by which two data sets are told apart: a class of the user's own may make each only when it is asked for."""
+"""Number of prompts in the checksum of a data set; a user's data set may make each prompt on demand."""
 ROWS = 64
-"""Responses that an engine samples together, unless its ``max_batch`` says otherwise."""
+"""Responses that an engine samples together, if ``rollout.options`` has no ``max_batch``."""
 
 
 class RunSampling:
@@ -43,9 +43,9 @@ class RunSampling:
     Args:
         run: the settings.
         loader: the prompts.
-        score: groups → the same groups with outcomes.
-        total: an episode → the outcome of all of its rewards together.
-        run_dir: for the ledger.
+        score: function that returns groups with the outcomes of rewards.
+        total: function that gives the combined outcome of an episode's rewards.
+        run_dir: the run directory, for the ledger.
     """
 
     def __init__(
@@ -69,18 +69,18 @@ class RunSampling:
             refill=rollout.refill if rollout.dynamic_sampling else 0.0,
         )  # fmt: skip
         self.slots.deaths, self.slots.poison = self._ledger.troubles(POISON)
-        # Which death was a crash is not known any longer.
+        # The ledger does not tell which deaths were crashes.
         self.slots.suspects = {position: -1 - position for position in self.slots.deaths}
         self._sampler: Sampler | None = None
         self._made_by = sampling_settings(run)
 
     def connect(self, engines: Engines, *, background: bool, revive: Callable[[], object]) -> None:
-        """Sample by these engines from now on; does nothing if it does already.
+        """Sample with these engines from now on; has no effect if engines are connected already.
 
         Args:
             engines: the engines.
             background: sample while the loop trains.
-            revive: gives weights to engines that have none.
+            revive: pushes weights to engines that have none.
         """
         if self._sampler is not None:
             return
@@ -104,25 +104,25 @@ class RunSampling:
         return self.sampler.take(step)
 
     def trained(self, step: int) -> None:
-        """The step is trained: free its slots. If the pipeline drains, first wait until nothing is being sampled, so
-        that weights can be pushed."""
+        """Free the slots of a step that is trained. If the pipeline drains, first wait until nothing is being sampled,
+        so that weights can be pushed."""
         self.sampler.drain()
         self.sampler.trained(step)
 
     def await_idle(self) -> bool:
-        """Wait until the engines are idle up to the next push, if they ever are; see `Sampler.await_idle`."""
+        """Wait until the engines have nothing to do before the next push; see `Sampler.await_idle`."""
         return self.sampler.await_idle()
 
     def advance(self, version: int) -> None:
-        """All engines serve a version; see `Sampler.advance`."""
+        """Note that all engines serve a version; see `Sampler.advance`."""
         self.sampler.advance(version)
 
     def pause(self) -> None:
-        """Give up what is being sampled, before the run goes back; see `Sampler.pause`."""
+        """Give up all requests, before the run returns to a checkpoint; see `Sampler.pause`."""
         self.sampler.pause()
 
     def report(self) -> dict[str, float]:
-        """Numbers for the report of a step, whose rows are in the ledger afterwards, without fsync."""
+        """The metrics of sampling for a step. The step's rows are in the ledger afterwards, without fsync."""
         self._ledger.flush()
         return self.sampler.report()
 
@@ -133,8 +133,8 @@ class RunSampling:
     # Checkpoints.
 
     def state(self) -> dict[str, Any]:
-        """All that a checkpoint needs between two steps, as plain values: the next position, and the slots that are not
-        done with, with their groups."""
+        """The state for a checkpoint between two steps, as plain values: the next position, and the unfinished slots
+        with their groups."""
         state = self.slots.state() if self._sampler is None else self._sampler.state()
         for slot in state["slots"]:
             if "group" in slot:
@@ -142,12 +142,15 @@ class RunSampling:
         return state | {"made_by": self._made_by}
 
     def make_durable(self) -> Future[None]:
-        """Make the ledger safe against the death of the machine, in the background; see `Ledger.sync`."""
+        """Write the ledger with fsync, in the background; see `Ledger.sync`."""
         return self._ledger.sync()
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go back to a state. Later rows of the ledger become void. Groups that other settings made are sampled anew:
-        the actor computes at the new temperature, and all groups of a batch have the same rewards."""
+        """Return to a state; later rows of the ledger become void.
+
+        Groups that were sampled with other settings are sampled anew: the actor computes log-probabilities at the new
+        temperature, and all groups of a batch must have the same rewards.
+        """
         slots = [dict(slot) for slot in state["slots"]]
         before = state.get("made_by", self._made_by)
         if other := [name for name in {**before, **self._made_by} if before.get(name) != self._made_by.get(name)]:
@@ -177,6 +180,6 @@ def sum_of(prompts: Prompts) -> int:
 
 
 def role_engines(run: Run, group: Any, *, in_turn: bool, sync: WeightSync | None = None) -> RoleEngines:
-    """The engines of a run's role, with the run's parameters of sampling; see `RoleEngines`."""
+    """The engines of a role, with the run's parameters of sampling; see `RoleEngines`."""
     kind = RoleEngines if EpisodePlan.of(run) is None else EpisodeEngines
     return kind(group, run.rollout.params(greedy=False), in_turn=in_turn, sync=sync)

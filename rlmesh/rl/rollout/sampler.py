@@ -1,20 +1,20 @@
-"""`Sampler`: asks the engines for the groups of a buffer, has them scored, and gives them to the training loop.
+"""`Sampler`: requests the groups of a buffer from engines, has them scored, and gives them to the training loop.
 
-With ``background`` a thread does that while the loop trains; otherwise `take` does it, on the thread that calls it. The
-rules are those of the buffer (`rlmesh.rl.rollout.buffer`); here is what concerns engines:
+With ``background`` a thread does this while the loop trains; otherwise `take` does it on the calling thread. The buffer
+has the rules of the order (`rlmesh.rl.rollout.buffer`). The rules for engines are:
 
-* In a pipeline that drains, groups are asked for in *rounds*: each engine gets an equal part of what may be asked for,
-  in one request, and the next round begins when all parts are there and scored. So responses do not depend on times. In
-  the asynchronous pipeline each group is a request of its own, and goes to the engine that has fewest.
-* A group whose engine dies is asked for again, of an engine that lives. The other is asked again once it has weights:
-  by the first push after its return, or at once if the training loop waits for samples.
-* The groups that an engine was sampling when it crashed are *suspects*: each is asked for alone, with nothing else on
-  the engine. If an engine crashes again, that group is to blame: it fails, and the run goes on; the other suspects of
-  the same crash are suspects no longer. So two deaths are enough, and no bystander is blamed. A death from outside,
-  such as by SIGKILL or with a node, says less: groups become suspects at the second one, and are to blame at the third.
-  A scorer has a process to itself, so the second death of a group's scorer is enough.
-* The training loop waits for groups as long as rewards answer, or engines sample; after ``deadline_s`` without either,
-  the wait ends with an error that says who is waited for.
+* In a pipeline that drains, groups are requested in *rounds*: each engine gets an equal part of the groups in one
+  request, and the next round begins when all parts have come and are scored. So responses do not depend on timing. In
+  the asynchronous pipeline each group is a request of its own, to the engine with the fewest groups.
+* A group whose engine dies is requested again from another engine. The engine that died gets groups once it has
+  weights: with the first push after its return, or at once if the training loop waits.
+* The groups that an engine was sampling when it crashed are *suspects*: each is sampled alone on an engine. If the
+  engine crashes again, its suspect is to blame: the group fails, the run continues, and the other suspects of the first
+  crash are cleared. So two crashes find the guilty group. A death from outside (SIGKILL, loss of a node) says less:
+  groups become suspects at the second such death, and are to blame at the third. A scorer has its own process, so the
+  second death of a group's scorer is enough to blame the group.
+* The training loop waits for groups as long as engines sample or rewards answer. If neither happens for ``deadline_s``,
+  the wait ends with an error that names the engines or rewards that do not answer.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from typing import Any
 import numpy as np
 
 from rlmesh.rl.data.loader import Drawn
-from rlmesh.rl.rollout.asking import EngineLoads, RequestEnd
 from rlmesh.rl.rollout.buffer import GroupSlot, SampleBuffer
+from rlmesh.rl.rollout.engine_loads import EngineLoads, RequestEnd
 from rlmesh.rl.rollout.pipeline import Pipeline
 from rlmesh.rl.rollout.requests import Engines, ErrorKind, GroupRequest, Verdict, sample_seed
 from rlmesh.rl.rollout.silence import Silence
@@ -45,17 +45,17 @@ __all__ = ["POISON", "Sampler"]
 logger = logging.getLogger(__name__)
 
 POISON = "poison"
-"""Begins the reason of a group that fails since it kills engines or scorers."""
+"""Beginning of the reason of a group that fails because it kills engines or scorers."""
 SCORERS = 4
-"""Threads that have groups scored while others are sampled."""
+"""Threads that score groups while others are sampled."""
 CLOSE_S, LOOK_S = 10.0, 1.0
-"""Seconds for which `Sampler.close` waits for its thread, and after which a thread that waits looks again."""
+"""Seconds that `Sampler.close` waits for its thread, and between two checks of a waiting thread."""
 DEADLINE_S, TELL_S = 3600.0, 600.0
-"""Seconds without any progress after which a wait of the training loop ends with an error, and is told as an alarm."""
+"""Seconds without progress after which a wait of the training loop ends with an error, and raises an alarm."""
 MISSING = 3
-"""Groups that the text of such an error names."""
+"""The most groups that the text of such an error names."""
 SUSPECT_DEATHS, POISON_DEATHS = 2, 3
-"""Deaths from outside after which a group is asked for alone, and is to blame if it was."""
+"""Deaths from outside after which a group becomes a suspect, and after which a suspect is to blame."""
 
 
 @dataclass(eq=False)
@@ -76,19 +76,19 @@ class Sampler:
     """Samples the groups of a run with its engines. The training loop's thread calls the public methods.
 
     Args:
-        buffer: of the run.
-        draw: position → the prompt.
+        buffer: the buffer of the run.
+        draw: function from a position to the prompt.
         engines: the engines.
-        score: groups → the same groups with the outcomes of their rewards. With ``background`` it is called on several
-            threads.
-        judge: a scored group → what becomes of it.
-        pipeline, seed: of the run.
+        score: function that returns groups with the outcomes of rewards; with ``background``, several threads call it.
+        judge: function from a scored group to a verdict.
+        pipeline: the pipeline of the run.
         samples: responses per prompt.
-        in_flight: groups that one engine samples at a time, in a pipeline that does not drain.
+        seed: seed of the run.
+        in_flight: groups that an engine samples at a time, in a pipeline that does not drain.
         background, deadline_s: sample while the loop trains; see the module.
-        note: called with a sentence about each group that is set aside, and about a wait that is long.
-        revive: gives weights to engines that have none; called on the loop's thread while it waits for samples.
-        clock: seconds.
+        note: called with a sentence about each suspect or failed group, and about a long wait.
+        revive: pushes weights to engines that have none; called on the loop's thread while it waits for samples.
+        clock: returns seconds.
     """
 
     def __init__(
@@ -115,18 +115,18 @@ class Sampler:
         self._totals = _Totals()
         self._error: BaseException | None = None
         self._generation = 0
-        """Answers to requests of an earlier generation are ignored: the run went back meanwhile."""
-        self._ends = False
+        """Number of returns to a checkpoint. Answers to requests of an earlier generation are ignored."""
+        self._ends = self._told_of_failure = False
         self._thread: threading.Thread | None = None
         self._pool = ThreadPoolExecutor(SCORERS, thread_name_prefix="rlmesh-scorer") if background else None
 
-    # For the training loop.
+    # Called by the training loop.
 
     def take(self, step: int) -> list[Group]:
-        """The groups of a step, with their rewards, in drawing order; waits for them.
+        """Wait for the groups of a step, and return them with their rewards, in drawing order.
 
         Raises:
-            TimeoutError: nothing has come for ``deadline_s``; the text says who is waited for.
+            TimeoutError: there was no progress for ``deadline_s``; the text names what the loop waits for.
             Exception: an engine or a reward raised an error.
         """
         found: list[GroupSlot] = []
@@ -145,11 +145,12 @@ class Sampler:
         return [slot.group for slot in found if slot.group is not None]
 
     def drain(self) -> None:
-        """In a pipeline that drains, wait until nothing is being sampled or scored, and nothing more can be with these
-        weights. Call it before a push.
+        """In a pipeline that drains, wait until all that these weights may sample is sampled and scored.
+
+        Call this before a push.
 
         Raises:
-            TimeoutError: nothing has come for ``deadline_s``; the text says who is waited for.
+            TimeoutError: there was no progress for ``deadline_s``; the text names what the loop waits for.
             Exception: an engine or a reward raised an error.
         """
         if self.pipeline.drains and self._background:
@@ -157,7 +158,7 @@ class Sampler:
 
     def await_idle(self) -> bool:
         """In a pipeline that drains, wait until the engines have nothing to do before the next push. False if an error,
-        a pause or the end of the run comes first. For any thread; errors are left to the training loop."""
+        a pause or the end of the run comes first. May be called from any thread."""
         with self._changed:
             generation = self._generation
             while self.pipeline.drains and self._background and not self._is_drained():
@@ -167,12 +168,12 @@ class Sampler:
             return generation == self._generation
 
     def advance(self, version: int) -> None:
-        """Sample on: the engines serve a version."""
+        """Continue to sample: the engines now serve ``version``."""
         with self._changed:
             self._loads.serve(self._engines.ranks())
             self.buffer.advance(version)
         if not self._background:
-            # Nothing is sampled while the loop trains, so what comes from these weights is sampled now.
+            # Nothing is sampled while the loop trains, so everything that these weights may sample is sampled now.
             if self.pipeline.staleness:
                 self._wait(self._is_drained, "the end of sampling")
             return
@@ -191,7 +192,7 @@ class Sampler:
             self.buffer.trained(step)
 
     def pause(self) -> None:
-        """Give up what is being sampled, and ask for nothing until `advance`: the run goes back to a checkpoint."""
+        """Give up all requests, and make none until `advance`: the run returns to a checkpoint."""
         with self._changed:
             self._generation += 1
             self.buffer.version = None
@@ -204,7 +205,7 @@ class Sampler:
             self._changed.notify_all()
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Bring the buffer to a saved state (`SampleBuffer.restore`), after `pause`."""
+        """Restore a saved state of the buffer (`SampleBuffer.restore`). Call `pause` first."""
         with self._changed:
             self._generation += 1
             self._scoring.clear()
@@ -217,7 +218,7 @@ class Sampler:
             return self.buffer.state()
 
     def report(self) -> dict[str, float]:
-        """Numbers for the report of a step, since the last report; docs/pipelines.md explains them."""
+        """The metrics since the last report, which docs/pipelines.md explains."""
         with self._changed:
             self._measure()
             totals, self._totals = self._totals, _Totals()
@@ -243,7 +244,7 @@ class Sampler:
         }
 
     def close(self) -> None:
-        """End the threads. What is being sampled is given up, and a scoring that hangs is not waited for."""
+        """End the threads. Requests are given up, and rewards that hang are not waited for."""
         self._ends = True
         self._post()
         if self._thread is not None:
@@ -259,7 +260,7 @@ class Sampler:
             future.cancel()
 
     def _wait_for_samples(self, ready: Callable[[], bool], what: str, *, revives: bool = True) -> None:
-        """Wait as `_wait` does, and measure the time; and the part of it in which nothing but rewards was missing."""
+        """As `_wait`; measures the time, and the part of it in which only rewards were missing."""
         began = looked = self._clock()
         scoring, scored_s = False, self._totals.scored_here_s
 
@@ -309,7 +310,7 @@ class Sampler:
             else:
                 self._carry_out(left_s)
 
-    # On the thread of the sampler; without one, on that of the training loop.
+    # On the sampler's own thread or, without ``background``, on the thread of the training loop.
 
     def _run(self) -> None:
         while not self._ends:
@@ -324,7 +325,7 @@ class Sampler:
         self._events.put(event)
 
     def _carry_out(self, wait_s: float) -> None:
-        """Carry out all events that are there; waits for the first one."""
+        """Carry out all events in the queue; waits up to ``wait_s`` for the first one."""
         try:
             events = [self._events.get(timeout=wait_s)]
         except queue.Empty:
@@ -345,14 +346,14 @@ class Sampler:
             self._changed.notify_all()
 
     def _go_on(self) -> None:
-        """Score what is sampled, draw, and ask engines."""
+        """Score sampled groups, draw new slots, and make requests."""
         if self._error is not None or self.buffer.version is None:
             return
         while self._begin_scoring():
             pass
         self.buffer.draw(lambda position: self._prompt(position).key)
         if self.pipeline.staleness == 0 and self.buffer.batch_ready:
-            pass  # the push follows: what is asked for now would be too old for its step
+            pass  # a push follows: groups that are requested now would be too old for their step
         elif not (self.pipeline.drains and self._scoring):
             for rank, slots in self._loads.plan(self.buffer.askable()):
                 self._ask(rank, slots)
@@ -390,7 +391,7 @@ class Sampler:
     def _answered(self, generation: int, rank: int, slots: list[GroupSlot], done: Future[Any]) -> None:
         if generation != self._generation or self._ends:
             if not done.cancelled():
-                done.exception()  # which nobody needs
+                done.exception()  # the run returned to a checkpoint, so nobody needs it
             return
         self._asked.discard(done)
         self._measure()
@@ -410,7 +411,7 @@ class Sampler:
                 self._lost(slot, kind, ended, told)
 
     def _lost(self, slot: GroupSlot, kind: ErrorKind, ended: RequestEnd, told: str) -> None:
-        """Note that a group must be sampled again, or that it is to blame."""
+        """Note that a group must be sampled again, or that it is to blame for the death of its engine."""
         died, crashed = kind != "no weights", kind == "crashed"
         if died:
             self._silence.lost()
@@ -425,26 +426,24 @@ class Sampler:
 
     def _set_aside(self, slot: GroupSlot, why: str) -> None:
         self._totals.poisoned += 1
-        epoch, index = slot.key
-        self._note(f"the prompt at position {slot.position} (epoch {epoch}, prompt {index} of the data) fails: {why}")
+        self._note(f"{slot.title} fails: {why}")
         self._fail(slot, f"{POISON}: {why}", poison=True)
 
     def _fail(self, slot: GroupSlot, reason: str, *, poison: bool = False) -> None:
         self._totals.failed += 1
         count, size = self.buffer.fail(slot, reason, poison=poison), self.buffer.batch_size
+        if not (poison or self._told_of_failure):
+            self._told_of_failure = True
+            self._note(f"{slot.title} is left out: {reason}. buffer/failed counts such prompts")
         if count >= size:
-            self._give_up(
-                RuntimeError(
-                    f"no response of the batch has a reward: {count} groups failed for step {slot.step}, the last one "
-                    f"because of: {reason}. Check the rewards and the columns of the data that they read"
-                )
-            )
+            failed = f"{count} groups failed for step {slot.step}, the last one because of: {reason}"
+            check = "Check the rewards and the columns of the data that they read"
+            self._give_up(RuntimeError(f"no response of the batch has a reward: {failed}. {check}"))
 
     # Scoring.
 
     def _begin_scoring(self) -> bool:
-        """Give groups that are sampled to the rewards: each by itself or, in a pipeline that drains, a whole round.
-        True if they have been scored already."""
+        """Have sampled groups scored: each alone or, if the pipeline drains, in rounds. True if they are scored now."""
         under_way = {slot.position for slots in self._scoring.values() for slot in slots}
         slots = [slot for slot in self.buffer.unscored() if slot.position not in under_way]
         if self.pipeline.drains and (self._scoring or self._loads.in_round):
@@ -463,7 +462,7 @@ class Sampler:
 
     def _finish_scoring(self, done: Future[list[Group]]) -> None:
         slots = self._scoring.pop(done, None)
-        if slots is not None:  # else the run went back meanwhile
+        if slots is not None:  # otherwise the run returned to a checkpoint meanwhile
             self._scored(slots, done.result())
 
     def _scored(self, slots: list[GroupSlot], groups: Sequence[Group]) -> None:
@@ -474,7 +473,7 @@ class Sampler:
                 deaths = self._scorer_deaths[slot.position] = self._scorer_deaths.get(slot.position, 0) + 1
                 if deaths > 1:
                     self._set_aside(slot, f"its scorer died twice: {verdict.reason}")
-                # Else the group is scored again.
+                # Otherwise the group is scored again.
             elif verdict.state == "failed":
                 self._fail(slot, verdict.reason)
             elif verdict.state == "dropped" and self.buffer.drop(slot, verdict.reason):
@@ -487,7 +486,7 @@ class Sampler:
         self._loads.measure(self._clock(), full=full)
 
     def _waits_for(self, what: str, silent_s: float) -> str:
-        """A sentence about a wait that is too long: who is waited for."""
+        """A sentence about a wait that is too long, which names what the loop waits for."""
         counts = ", ".join(f"{count} {name}" for name, count in self.buffer.counts().items())
         first = [slot for slot in self.buffer if not slot.ready][: self.buffer.batch_size]
         missing = "; ".join(f"position {slot.position} is {slot.state}" for slot in first[:MISSING])

@@ -17,12 +17,12 @@ MADE = ("turns", "outcomes")
 
 
 def plain_group(group: Group) -> dict[str, Any]:
-    """A group as plain values, without its row, which follows from its position."""
+    """A group as plain values. Its row is left out, since it follows from the position."""
     return {"episodes": [_plain_episode(episode) for episode in group.episodes]}
 
 
 def whole_group(plain: Mapping[str, Any], key: tuple[int, int], row: Mapping[str, Any]) -> Group:
-    """The group of `plain_group`."""
+    """The group that `plain_group` turned into plain values."""
     return Group(key, tuple(_whole_episode(one) for one in plain["episodes"]), row)
 
 

@@ -1,4 +1,4 @@
-"""`Silence`: measures for how long engines and rewards have done nothing, while the training loop waits for them."""
+"""`Silence`: measures how long engines and rewards have made no progress while the training loop waits for them."""
 
 from __future__ import annotations
 
@@ -8,18 +8,19 @@ from collections.abc import Callable, Mapping
 __all__ = ["Silence"]
 
 PROGRESS_EVERY_S = 30.0
-"""Seconds after which a wait asks the engines whether they sample on: a request may be a whole round."""
+"""Seconds between two queries of the engines' progress counters: a request may be a whole round."""
 REVIVALS = 5
-"""Revivals of engines without any answer between them that count as progress."""
+"""The most pushes to engines without weights that count as progress, if there is no answer between them."""
 
 
 class Silence:
     """The time since engines or rewards last made progress.
 
     Args:
-        progress: numbers of engines that change while they sample; called from waiting threads, at times.
+        progress: returns counters of the engines, which change while they sample. Waiting threads call it from time to
+            time.
         deadline_s: seconds after which the caller gives up.
-        clock: seconds.
+        clock: returns seconds.
     """
 
     def __init__(
@@ -33,25 +34,26 @@ class Silence:
         self._began = self._moved = self._looked = clock()
 
     def begin(self) -> None:
-        """A wait begins: the time before it does not count."""
+        """Note that a wait begins: the time before it does not count."""
         self._began = self._looked = self._clock()
 
     def answered(self) -> None:
-        """An engine or a reward has answered."""
+        """Note that an engine or a reward has answered."""
         self._moved, self._revivals = self._clock(), 0
 
     def lost(self) -> None:
-        """An engine has died; a run ends in another way if they do that again and again."""
+        """Note that an engine has died, which counts as progress: repeated deaths end the run in another way."""
         self._moved = self._clock()
 
     def revived(self) -> None:
-        """Engines were given weights. It is no progress if they lose them again and again."""
+        """Note that weights were pushed to engines without weights; without answers, only `REVIVALS` pushes are
+        progress."""
         self._revivals += 1
         if self._revivals <= REVIVALS:
             self._moved = self._clock()
 
     def look(self) -> None:
-        """Ask the engines, if it is time for that."""
+        """Query the engines' counters, if it is time."""
         if self._clock() - self._looked < self._every_s:
             return
         self._looked = self._clock()
@@ -60,5 +62,5 @@ class Silence:
 
     @property
     def seconds(self) -> float:
-        """Seconds of the present wait without any progress."""
+        """Seconds without progress in the present wait."""
         return self._clock() - max(self._began, self._moved)

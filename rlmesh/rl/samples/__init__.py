@@ -1,1 +1,1 @@
-"""The samples of a run: written as Parquet files in its directory, and read, searched and shown from there."""
+"""The samples of a run: written as Parquet files in the run directory, and read, searched and shown later."""

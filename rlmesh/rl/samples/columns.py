@@ -14,7 +14,7 @@ from rlmesh.rl.types import Abstain, Episode, Failed, Group, Outcome, Score
 __all__ = ["TOKENS", "SampledStep", "columns_of"]
 
 TOKENS = ("prompt_ids", "response_ids", "response_mask", "log_probs")
-"""Columns with a list per row, which a reader for people leaves out."""
+"""Columns with a list of tokens per row; `read_file` leaves them out."""
 
 Decode = Callable[[Sequence[int]], str]
 
@@ -24,11 +24,11 @@ class SampledStep:
     """The samples of one step.
 
     Attributes:
-        step: training steps that the weights of the sampling had seen, plus one in a training; 0 before the first.
+        step: the step that trains on the samples; of a validation, the finished steps of the weights.
         split: ``train`` or ``validation``.
         groups: with outcomes.
         totals: the reward of each episode, group by group.
-        advantages: of each episode, group by group; NaN where an episode was not trained on.
+        advantages: the advantage of each episode, group by group; NaN if the episode was not trained on.
     """
 
     step: int
@@ -76,20 +76,22 @@ def _place(batch: SampledStep, group: Group, number: int, prompt: str) -> dict[s
 
 
 def _sampled(episode: Episode, decode: Decode) -> dict[str, Any]:
-    ids, start = episode.ids, len(episode.prompt_ids)
+    turns = episode.turns[1:]
+    ids = [token for turn in turns for token in turn.ids.tolist()]
     spans = [list(span) for turn in episode.turns for span in turn.version_spans]
     versions = [version for version, *_ in spans]
+    log_probs = [turn.whole_log_probs.tolist() if turn.source == "policy" else [0.0] * len(turn) for turn in turns]
     return {
-        "response": decode(ids[start:].tolist()),
+        "response": decode(ids),
         "finish_reason": episode.finish_reason,
         "tokens": episode.response_tokens,
         "first_version": min(versions, default=None),
         "last_version": max(versions, default=None),
         "versions": json.dumps(spans),
         "prompt_ids": episode.prompt_ids.tolist(),
-        "response_ids": ids[start:].tolist(),
-        "response_mask": episode.mask[start:].tolist(),
-        "log_probs": episode.sampled_log_probs[start:].tolist(),
+        "response_ids": ids,
+        "response_mask": [turn.source == "policy" for turn in turns for _ in range(len(turn))],
+        "log_probs": [one for row in log_probs for one in row],
     }
 
 

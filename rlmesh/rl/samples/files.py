@@ -24,7 +24,7 @@ SPLITS = ("train", "validation")
 _NAME = re.compile(rf"({'|'.join(SPLITS)})-(\d+)\.parquet")
 
 Sampled = dict[str, Any]
-"""One sample: its columns by name (:func:`rlmesh.rl.samples.columns.columns_of`), without those of tokens."""
+"""One sample: its columns by name (:func:`rlmesh.rl.samples.columns.columns_of`), without the columns of tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,14 +42,14 @@ def file_name(split: str, step: int) -> str:
 
 
 def sample_files(run_dir: Path) -> list[SampleFile]:
-    """This user's files of samples, by split and step."""
+    """The files of samples in a run directory that belong to this user, by split and step."""
     names = ((path, _NAME.fullmatch(path.name)) for path in private_files.files_in(run_dir / FOLDER, "*.parquet"))
     found = [SampleFile(name[1], int(name[2]), path) for path, name in names if name]
     return sorted(found, key=lambda one: (one.split, one.step))
 
 
 def columns_in(file: SampleFile) -> list[str]:
-    """The names of a file's columns, without those of tokens.
+    """The names of a file's columns, without the columns of tokens.
 
     Raises:
         UsageError: see `read_file`.
@@ -70,7 +70,7 @@ def read_file(file: SampleFile) -> list[Sampled]:
 
 
 def read_rows_with_tokens(file: SampleFile) -> list[dict[str, Any]]:
-    """The samples of a step, with the columns of tokens.
+    """The samples of a step, including the columns of tokens.
 
     Raises:
         UsageError: see `read_file`.

@@ -1,4 +1,4 @@
-"""Samples for people: as lines of text, and as a page of HTML that loads nothing."""
+"""Samples for people: as lines of text, or as a self-contained HTML page."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def change_as_text(change: ChangedPrompt, *, whole: bool = False) -> str:
 
 
 def headline(sample: Sampled) -> str:
-    """The place and the reward of a sample in one line."""
+    """Position (step, prompt, number) and reward of a sample in one line."""
     versions = _span(sample.get("first_version"), sample.get("last_version"))
     parts = [
         f"step {sample['step']}",
@@ -69,7 +69,7 @@ def headline(sample: Sampled) -> str:
 
 
 def rewards_of(sample: Sampled) -> Iterator[tuple[str, str]]:
-    """Each reward of a sample with what it said, and its metrics."""
+    """Pairs of a reward's name and its text: the score or the reason, and the metrics."""
     for name, value in sample.items():
         if name.startswith("reward/") and not name.endswith("/said"):
             said = sample.get(f"{name}/said")
@@ -78,7 +78,7 @@ def rewards_of(sample: Sampled) -> Iterator[tuple[str, str]]:
 
 
 def as_html(title: str, samples: Sequence[Sampled] = (), changes: Sequence[ChangedPrompt] = ()) -> str:
-    """A page with samples, or with prompts that changed. It has no script, and loads nothing from anywhere."""
+    """A page with samples, or with prompts that changed. It has no script, and loads nothing."""
     body = [f"<h1>{_safe(title)}</h1>"]
     body += [_article(sample) for sample in samples]
     for change in changes:

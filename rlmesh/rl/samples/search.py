@@ -1,4 +1,4 @@
-"""Selection of samples: by step, by conditions, the best and the worst, and those that changed between steps."""
+"""Selection of samples: by step and conditions, the best or worst ones, and prompts that changed between steps."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import math
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Literal
 
 from rlmesh.errors import UsageError
+from rlmesh.rl.faults import did_you_mean
 from rlmesh.rl.samples.files import FOLDER, SPLITS, Sampled, SampleFile, columns_in, read_file, sample_files
 
 __all__ = ["ChangedPrompt", "Condition", "Order", "changed", "chosen_files", "find", "parse_condition"]
@@ -29,9 +29,9 @@ class Condition:
     """A condition on one column, such as ``reward<0.5``, ``finish_reason=length`` or ``response~sorry``.
 
     Attributes:
-        column: its name.
+        column: name of the column.
         sign: ``<``, ``<=``, ``>``, ``>=``, ``=``, ``!=``, or ``~`` (the text has a match of the regular expression).
-        value: to compare with.
+        value: the value to compare with.
     """
 
     column: str
@@ -63,10 +63,10 @@ class Condition:
 
 
 def parse_condition(text: str) -> Condition:
-    """The condition that a text states.
+    """Parse a condition.
 
     Raises:
-        UsageError: it states none, or its regular expression is wrong.
+        UsageError: the text is no condition, or its regular expression is wrong.
     """
     found = _CONDITION.fullmatch(text)
     if found is None:
@@ -81,15 +81,15 @@ def parse_condition(text: str) -> Condition:
 
 
 def chosen_files(run_dir: Path, split: str | None = None, steps: str | None = None) -> list[SampleFile]:
-    """The files of a run that are to be read.
+    """The files of samples that a split and a range of steps select.
 
     Args:
-        run_dir: of the run.
-        split: ``None``: ``train`` if there is any of it, else ``validation``.
-        steps: ``12``, ``10-20``, ``all``; ``None``: the last one.
+        run_dir: the run directory.
+        split: ``None``: ``train`` if the run has it, else ``validation``.
+        steps: ``12``, ``10-20`` or ``all``; ``None``: the last step.
 
     Raises:
-        UsageError: there is none, or ``steps`` is of another form; says which steps there are.
+        UsageError: there is no such file (the message says which steps exist), or ``steps`` has another form.
     """
     every = sample_files(run_dir)
     if not every:
@@ -124,13 +124,12 @@ def require_columns(conditions: Sequence[Condition], files: Sequence[SampleFile]
     """Check that the column of each condition exists in a file.
 
     Raises:
-        UsageError: one does not; names the nearest right one.
+        UsageError: a column does not exist; the message names the nearest right one.
     """
     columns = list(dict.fromkeys(name for file in files for name in columns_in(file))) if conditions else []
     for one in conditions:
         if one.column not in columns:
-            near = get_close_matches(one.column, columns, 1)
-            meant = f"; did you mean {near[0]}?" if near else f"; there are {', '.join(columns)}"
+            meant = did_you_mean(one.column, columns, f"; there are {', '.join(columns)}")
             raise UsageError(f"{one}: samples have no column {one.column!r}{meant}")
 
 
@@ -142,11 +141,11 @@ def find(
     Only one step and ``most`` samples are in memory at once.
 
     Args:
-        files: of the steps to look at.
-        conditions: all must hold.
-        order: ``worst``: those with the least reward, from the least on; ``best``: those with the greatest. Samples
-            without a reward are in neither.
-        most: the number of samples that are returned.
+        files: the files to search.
+        conditions: conditions that must all hold.
+        order: ``worst``: the least reward first; ``best``: the greatest reward first. Both leave out samples without a
+            reward.
+        most: the largest number of samples to return.
 
     Raises:
         UsageError: a condition names no column.
@@ -180,13 +179,14 @@ class ChangedPrompt:
 
 
 def changed(files: Sequence[SampleFile], since: int, conditions: Sequence[Condition] = ()) -> list[ChangedPrompt]:
-    """The prompts whose responses changed since a step: of each prompt the last samples up to that step, and the last
-    ones after it. The greatest change of the mean reward comes first.
+    """The prompts whose responses changed since a step, those with the greatest change of the mean reward first.
+
+    Of each prompt, the last samples up to this step are compared with the last samples after it.
 
     Args:
-        files: of one split, by step.
-        since: a step.
-        conditions: on the later samples; a prompt counts if one of them meets all.
+        files: the files of one split, by step.
+        since: the step.
+        conditions: a prompt counts if one of its later samples meets all of them.
 
     Raises:
         UsageError: there is no step before or after ``since``, no prompt occurs in both, or a condition names no
@@ -211,7 +211,7 @@ def changed(files: Sequence[SampleFile], since: int, conditions: Sequence[Condit
 
 
 def _newest(files: Sequence[SampleFile], only: set[str] | None = None) -> Iterator[tuple[str, list[Sampled]]]:
-    """Of each prompt the samples of the last step that has it."""
+    """Each prompt with its samples in the last step that has the prompt."""
     seen: set[str] = set()
     for file in reversed(files):
         if only is not None and seen >= only:

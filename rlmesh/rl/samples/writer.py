@@ -22,24 +22,24 @@ __all__ = ["SampleWriter"]
 logger = logging.getLogger(__name__)
 
 MOST_TOKENS = 16_000_000
-"""Tokens of the samples that wait for the disk. When more come, the oldest step is dropped and counted."""
+"""The most tokens of samples that wait for the disk; beyond it, the oldest step is dropped and counted."""
 CLOSE_S = 60.0
 NAN = float("nan")
 
 
 class SampleWriter:
-    """Keeps samples in the folder ``samples`` of a run: one file per step and split, private as all files of a run.
+    """Writes samples to the folder ``samples`` of a run: one file per step and split, private like all files of a run.
 
     `add` never waits for the disk. A step that is repeated after a restart replaces its file. A disk error never stops
     the training: the first one is logged, and each further step tries again.
 
     Args:
-        run_dir: of the run.
+        run_dir: the run directory.
         settings: which steps are kept.
-        decode: token ids → text.
+        decode: function from token ids to text.
 
     Attributes:
-        lost: steps whose samples were dropped or could not be written.
+        lost: number of steps whose samples were dropped or could not be written.
     """
 
     def __init__(self, run_dir: Path, settings: SampleSettings, decode: Callable[[Sequence[int]], str]) -> None:
@@ -62,12 +62,12 @@ class SampleWriter:
         split: str = "train",
         advantages: Mapping[int, float] | None = None,
     ) -> None:
-        """Keep the samples of a step, if it is one whose samples are kept.
+        """Keep the samples of a step, if the settings say so.
 
         Args:
-            step: of the run.
-            groups: with outcomes.
-            total: the reward of an episode.
+            step: the step.
+            groups: the groups with outcomes.
+            total: function that gives the reward of an episode.
             split: ``train`` or ``validation``.
             advantages: by ``id(episode)``; episodes without one were not trained on.
         """
@@ -89,7 +89,7 @@ class SampleWriter:
                 self._thread.start()
 
     def close(self, within_s: float = CLOSE_S) -> None:
-        """Write what waits, within a time. May be called twice."""
+        """Write the samples that wait, for at most ``within_s`` seconds. May be called twice."""
         with self._changed:
             self._closing = True
             self._changed.notify_all()
@@ -110,7 +110,7 @@ class SampleWriter:
             try:
                 write(self._folder, batch, self._decode)
                 thin(self._folder, self._settings.most_mib << 20)
-            except Exception as error:  # whatever the disk, the tokenizer or pyarrow raises
+            except Exception as error:  # disk, tokenizer and pyarrow may raise anything
                 with self._changed:
                     self._lose(f"samples of step {batch.step} could not be written ({type(error).__name__}: {error})")
 
@@ -167,7 +167,7 @@ _LISTS = {"prompt_ids": "int32", "response_ids": "int32", "response_mask": "bool
 
 
 def _kind(pa: Any, name: str) -> Any:
-    """The type of a column. It does not depend on the values, so that the files of a run fit together."""
+    """The type of a column. It does not depend on the values, so all files of a run have the same types."""
     if name in _LISTS:
         return pa.list_(getattr(pa, _LISTS[name])())
     if name in _WHOLE:

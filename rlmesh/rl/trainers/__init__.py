@@ -1,1 +1,1 @@
-"""Trainings: their settings, the job that they become, and the training loop."""
+"""A training: its settings, its job, and the training loop."""

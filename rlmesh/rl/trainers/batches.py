@@ -1,4 +1,4 @@
-"""Puts the roles' answers, which are per pack, into tensors of the whole batch, and divides a step among the ranks."""
+"""Converts between the roles' packs and tensors of the whole batch, and divides a step among the ranks."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ def packs_of(
     """The packs of each optimizer step of a pass over a batch.
 
     Args:
-        episodes: of the batch; those of a group follow each other.
-        groups: ``[episodes]``, the number of each one's group, from 0 on.
-        minibatches: the number of optimizer steps, among which the groups are divided in their order.
+        episodes: the episodes of the batch; those of a group follow each other.
+        groups: ``[episodes]``, the number of each episode's group, from 0 on.
+        minibatches: number of optimizer steps; groups are divided among them in order.
         token_budget, ranks: see :func:`rlmesh.rl.packing.pack`.
     """
     count = max(groups, default=-1) + 1
@@ -55,7 +55,8 @@ def packs_of(
 
 
 def parts_of(packs: Packs, members: int) -> list[list[Pack]]:
-    """The packs of each member: those of its rank or, if they were made for another number of ranks, an equal part."""
+    """The packs of each member: the packs of its rank or, if they were made for another number of ranks, an equal
+    part."""
     if len(packs.by_rank) == members:
         return [list(own) for own in packs.by_rank]
     flat = [one for own in packs.by_rank for one in own]
@@ -70,7 +71,7 @@ def joined(parts: Sequence[Packs]) -> Packs:
 
 
 def pack_metrics(parts: Sequence[Packs], token_budget: int) -> dict[str, float]:
-    """Numbers about the passes over a batch.
+    """Metrics of the passes over a batch.
 
     ``packs/passes``: forward and backward passes of a rank over the batch; ``packs/tokens``: mean tokens of a pass;
     ``packs/fill``: their share of the budget; ``packs/ranks_wait``: the share of the ranks' time in which they wait for
@@ -91,12 +92,12 @@ def pack_metrics(parts: Sequence[Packs], token_budget: int) -> dict[str, float]:
 
 
 def matrix_of(mask: torch.Tensor, packs: Packs, rows: Sequence[np.ndarray[Any, Any]]) -> torch.Tensor:
-    """Numbers of the targets of packs as ``[episodes, time]``, float64, 0 elsewhere.
+    """Values per target of packs as ``[episodes, time]``, float64, 0 elsewhere.
 
     Args:
         mask: ``[episodes, time]``.
-        packs: of the whole batch.
-        rows: ``[targets]`` for each pack, rank by rank.
+        packs: the packs of the whole batch.
+        rows: the values, ``[targets]`` for each pack, rank by rank.
     """
     found = torch.zeros(mask.shape, dtype=torch.float64)
     flat = [one for own in packs.by_rank for one in own]
@@ -106,19 +107,20 @@ def matrix_of(mask: torch.Tensor, packs: Packs, rows: Sequence[np.ndarray[Any, A
 
 
 def values_of(outcomes: Sequence[Outcome]) -> torch.Tensor:
-    """``[outcomes]``, float64; 0 where an outcome is no score."""
+    """The scores ``[outcomes]``, float64; 0 where an outcome is no score."""
     return torch.tensor([one.value if isinstance(one, Score) else 0.0 for one in outcomes], dtype=torch.float64)
 
 
 def shares_of(packs: Packs, batch: Evaluated, weights: TokenWeights, *, minibatches: int = 1) -> list[Share]:
     """The share of each rank in an optimizer step.
 
-    The losses of a pass's steps, of which each has packs of its own, have the loss of the whole batch as their mean.
+    Each of the ``minibatches`` optimizer steps has packs of its own; the mean of their losses is the loss of the whole
+    batch.
 
     Args:
-        packs: of the step.
-        batch, weights: of the whole batch.
-        minibatches: the number of optimizer steps in a pass.
+        packs: the packs of the step.
+        batch, weights: the whole batch, and its weights.
+        minibatches: number of optimizer steps in a pass over the batch.
     """
     tokens = float((weights.policy > 0).sum()) / minibatches
     normalisers = Normalisers(*(divisor / minibatches for divisor in weights.normalisers))
@@ -135,10 +137,10 @@ def shares_of(packs: Packs, batch: Evaluated, weights: TokenWeights, *, minibatc
 
 
 def value_metrics(batch: Evaluated, weights: TokenWeights) -> dict[str, float]:
-    """The share of the returns that a critic's values explain; empty without a critic.
+    """The explained variance of a critic's values as a metric; empty without a critic.
 
-    The explained variance is ``1 − Var(R − V) / Var(R)`` over the tokens that count: 1 for exact values, 0 for a
-    constant, and below 0 for values that are worse than a constant.
+    It is ``1 − Var(R − V) / Var(R)`` over the tokens that count: 1 for exact values, 0 for a constant, and below 0 for
+    values that are worse than a constant.
     """
     if batch.values is None or weights.returns is None:
         return {}
@@ -153,15 +155,15 @@ def evaluated_of(
     episodes: Sequence[Episode], numbers: Sequence[int], totals: Sequence[Outcome], greedy: Sequence[Outcome] | None,
     found: dict[str, torch.Tensor], version: int,
 ) -> Evaluated:  # fmt: skip
-    """The batch of the algorithm.
+    """The batch in the form that an algorithm takes.
 
     Args:
-        episodes: of the batch.
-        numbers: the group of each.
-        totals: the outcome of all rewards of each.
-        greedy: by group, the outcome of a greedy response.
+        episodes: the episodes of the batch.
+        numbers: the number of each episode's group.
+        totals: the combined outcome of each episode's rewards.
+        greedy: for each group, the outcome of a greedy response.
         found: columns that the roles computed.
-        version: of the weights in training.
+        version: version of the weights in training.
     """
     tokens = Tokens.of(episodes)
     return Evaluated(
@@ -183,10 +185,10 @@ def evaluated_of(
 
 
 def advantages_of(groups: Sequence[Group], batch: Evaluated, weights: TokenWeights) -> dict[int, float]:
-    """The mean advantage over the sampled tokens, by ``id(episode)``, of the episodes of a batch that have a reward.
+    """The mean advantage over the sampled tokens, by ``id(episode)``, for the episodes of a batch that have a reward.
 
     Args:
-        groups: the batch was made of.
+        groups: the groups of the batch.
     """
     means = (weights.advantages * batch.mask).sum(1) / batch.lengths.clamp(min=1)
     episodes = zip(Group.episodes_of(groups), means.tolist(), batch.valid.tolist(), strict=True)

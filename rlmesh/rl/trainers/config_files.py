@@ -11,11 +11,11 @@ import json
 import sys
 import traceback
 from collections.abc import Sequence
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
 from rlmesh.errors import UsageError
+from rlmesh.rl.faults import similar_path
 from rlmesh.rl.trainers.config_reader import read_run
 from rlmesh.rl.trainers.run import Run
 from rlmesh.rl.trainers.settings import apply_overrides
@@ -26,12 +26,12 @@ SUFFIXES = (".yaml", ".yml", ".json", ".py")
 
 
 def load_run(config: Any, overrides: Sequence[str] = (), *, look: bool = False) -> Run:
-    """The run of a file, or of values.
+    """Read a run from a file, or from values.
 
     Args:
         config: a path, or what :func:`rlmesh.rl.trainers.config_reader.read_run` takes.
         overrides: ``section.key=value`` texts, which replace values of ``config``.
-        look: if something is wrong, check the model's folder and the data files too, for one message with all faults.
+        look: if there is a fault, check the model's folder and the data files too, so that one message has all faults.
 
     Raises:
         UsageError: lists all faults.
@@ -76,9 +76,7 @@ def _existing(path: Path) -> Path:
     if path.suffix not in SUFFIXES:
         raise UsageError(f"{path}: a configuration is a file with the suffix {', '.join(SUFFIXES)}")
     if not path.is_file():
-        names = [one.name for one in path.parent.iterdir()] if path.parent.is_dir() else []
-        near = get_close_matches(path.name, names, 1)
-        raise UsageError(f"there is no file {path}" + (f" (did you mean {path.parent / near[0]}?)" if near else ""))
+        raise UsageError(f"there is no file {path}{similar_path(path)}")
     return path
 
 
@@ -90,7 +88,7 @@ def _yaml(path: Path) -> Any:
         raise UsageError(f"{path}: YAML needs OmegaConf: pip install 'rlmesh[config]', or write JSON") from error
     try:
         found = OmegaConf.load(path)
-    except Exception as error:  # PyYAML's and OmegaConf's errors, and those of the file
+    except Exception as error:  # errors of PyYAML, of OmegaConf and of the file
         raise UsageError(f"{path} cannot be read as YAML: {error}") from error
     if not isinstance(found, DictConfig):
         raise UsageError(f"{path} must hold keys with values, it holds a list")

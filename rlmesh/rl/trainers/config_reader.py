@@ -1,4 +1,4 @@
-"""`read_run`: a `Run` from plain values, such as those of a YAML file, or all of their faults.
+"""`read_run`: makes a `Run` from plain values, such as those of a YAML file, or lists all of their faults.
 
 Keys are those of `Run` and its sections. Algorithm and rewards are given by name (:mod:`rlmesh.rl.trainers.named`)::
 
@@ -30,12 +30,13 @@ REQUIRED = tuple(
 
 
 def read_run(config: Any, overrides: Sequence[str] = (), *, look: bool = False) -> tuple[Run | None, list[str]]:
-    """The run that values describe, or all faults that can be found quickly.
+    """Make the run that values describe, or find all their faults, as far as that is quick.
 
     Args:
         config: a mapping, a dataclass, or a configuration of OmegaConf (as Hydra gives it).
         overrides: ``section.key=value`` texts, which replace values of ``config``.
-        look: if something is wrong, check the model's folder and the data files too, for faults to report with it.
+        look: if there is a fault, check the model's folder and the data files too, so that their faults are reported
+            with it.
 
     Returns:
         a run and no faults, or ``None`` and one sentence per fault.
@@ -54,14 +55,14 @@ def read_run(config: Any, overrides: Sequence[str] = (), *, look: bool = False) 
 
 
 def as_mapping(config: Any, *, missing_ok: bool = False) -> dict[str, Any]:
-    """Plain values of a mapping, of a dataclass (its sections may be dataclasses), or of OmegaConf.
+    """Convert a mapping, a dataclass (with dataclasses as sections) or an OmegaConf object to plain values.
 
     Args:
         config: the values.
-        missing_ok: leave values that OmegaConf lacks as the text ``???``.
+        missing_ok: leave OmegaConf's missing values as the text ``???``.
 
     Raises:
-        UsageError: it is none of them, or OmegaConf lacks a value.
+        UsageError: ``config`` is none of these, or OmegaConf has a missing value.
     """
     if type(config).__module__.partition(".")[0] == "omegaconf":
         from omegaconf import DictConfig, OmegaConf
@@ -87,7 +88,7 @@ class _SettingsReader:
         self.sections = dict(keys_of(Run))
 
     def override(self, values: dict[str, Any], text: str) -> None:
-        """Set one value; sections that are missing are made."""
+        """Set one value of nested mappings; missing sections are made."""
         path, equals, value = text.partition("=")
         if not equals:
             self.faults.append(f"{text!r} is no setting: write section.key=value")
@@ -121,12 +122,12 @@ class _SettingsReader:
             if algorithm is not None
             else SimpleNamespace(needs=frozenset(), samples=1, responses="sampled", rewarded=True)
         )
-        # An algorithm that could not be read, or that has unreadable rewards, is not to be blamed for having none.
+        # If the algorithm or a reward could not be read, "no reward" would be a wrong fault.
         found["rewards"] = rewards or ([Reward(_nothing)] if unread or algorithm is None else [])
         for key in REQUIRED:
             found.setdefault(key, "?")
         try:
-            # Values with a known fault are left out, so that the checks of `Run` report the faults of the others.
+            # Values with a known fault are left out, so that `Run` can check the others.
             run = Run(**found)
         except UsageError as error:
             self.faults += str(error).removeprefix("Run: ").split("\n  ")
@@ -172,7 +173,7 @@ class _SettingsReader:
         return given
 
     def algorithm(self, given: Any) -> Any:
-        """An algorithm, by its name, by its name and settings, or as it is."""
+        """An algorithm from its name, from a mapping of name and settings, or from an `Algorithm` itself."""
         if hasattr(given, "weigh") and not isinstance(given, type):
             return given
         settings = {"name": given} if isinstance(given, (str, type)) else given
@@ -243,7 +244,7 @@ _MEANING = {
 
 
 def _nothing(response: str) -> None:
-    """A placeholder for rewards that could not be read, so that the other settings can be checked."""
+    """Stands for a reward that could not be read, so that the other settings can be checked."""
 
 
 def _section_in(kind: Any) -> type[Any] | None:

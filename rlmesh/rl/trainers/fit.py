@@ -1,9 +1,10 @@
 """`fit`: the memory of each role of a run, predicted from shapes, and the largest token budget that fits.
 
-Nothing is started and no weight is read. The model is made from its configuration with tensors that have shapes and no
-data. It makes one forward and backward pass over the fullest pack, and one sampling step at full length, while
-:mod:`rlmesh.rl.trainers.tensor_count` counts the bytes of the tensors that live at once. So each model is predicted by
-its own code. Memory outside of tensors is covered by constants: `PROCESS_BYTES`, and `HEADROOM` for fragmentation.
+Nothing is started and no weight is read. The model is made from its configuration, with tensors that have shapes but no
+data. It makes one forward and backward pass over the fullest pack, and one sampling step at full length. Meanwhile
+:mod:`rlmesh.rl.trainers.tensor_count` counts the bytes of the tensors that exist at the same time. So the prediction
+comes from the model's own code. Memory outside of tensors is covered by constants: `PROCESS_BYTES`, and `HEADROOM` for
+fragmentation.
 """
 
 from __future__ import annotations
@@ -33,8 +34,7 @@ __all__ = ["HEADROOM", "PROCESS_BYTES", "Fit", "RoleMemory", "fit", "training_by
 PROCESS_BYTES = {"cpu": 500 * 2**20, "cuda": 600 * 2**20}
 """Memory of a process of torch without any tensor: libraries on a CPU, the context and its kernels on a GPU."""
 HEADROOM = 0.92
-"""The share of a device's memory that is used at most; the rest is for fragmentation and workspaces of kernels."""
-FLOAT32 = 4
+"""The usable share of a device's memory; the rest is for fragmentation and workspaces of kernels."""
 
 
 @dataclass(frozen=True)
@@ -42,12 +42,12 @@ class RoleMemory:
     """The memory of one member of a role, in bytes.
 
     Attributes:
-        role: its name.
-        members: the number of members.
-        weights, gradients, optimizer: those that this member holds.
+        role: name of the role.
+        members: number of members.
+        weights, gradients, optimizer: the parts that this member holds.
         activations: peak of a pass or an optimizer step, beyond weights, gradients, optimizer and cache.
         cache: keys and values of all its responses at full length.
-        process: of the process before it has any tensor.
+        process: memory of the process before it has any tensor.
     """
 
     role: str
@@ -73,8 +73,8 @@ class Fit:
         roles: the memory of a member of each role, at the run's token budget.
         device: ``each GPU`` or ``each node``.
         device_bytes: memory of the device; ``None``: unknown.
-        token_budget: the run's own budget, of the actor.
-        step_tokens: the most tokens of a rank in one step; a budget above that changes nothing.
+        token_budget: the run's ``actor.token_budget``.
+        step_tokens: the most tokens of a rank in one step; a larger budget has no effect.
         largest: the largest token budget that fits, at most ``step_tokens``; 0: none does; ``None``: the memory of the
             device is unknown.
         notes: limits of the prediction.
@@ -113,11 +113,12 @@ def fit(run: Run, device_bytes: int | None = None) -> Fit:
     """Predict the memory of a run.
 
     On GPUs each member of a role has a device for itself, unless the run's roles share devices: then they take turns,
-    and those that wait keep the memory of their process only. On CPUs all members of a node share its memory.
+    and a role that waits keeps only the memory of its process. On CPUs all members of a node share its memory.
 
     Args:
         run: the settings.
-        device_bytes: memory of a device; ``None``: of this machine's first GPU, or of this machine for a run on CPUs.
+        device_bytes: memory of a device; ``None``: the memory of this machine's first GPU or, for a run on CPUs, of
+            this machine.
     """
     if run.algorithm.responses == "ranked":
         raise UsageError("the memory of a reward model in training is not predicted")
@@ -137,7 +138,7 @@ def training_bytes(run: Run, tokens: int) -> int:
 
 
 class _Shapes:
-    """Passes over the model of a run without data."""
+    """Passes over the run's model with tensors that have shapes but no data."""
 
     def __init__(self, run: Run) -> None:
         from transformers import AutoConfig
@@ -148,7 +149,7 @@ class _Shapes:
         if self.critic_settings is not None and getattr(self.critic_settings, "model", None):
             self.critic_config = AutoConfig.from_pretrained(self.critic_settings.model)
         self.kind = "cuda" if run.devices_per_node else "cpu"
-        # A torch without CUDA cannot make tensors of that device: use "meta", which takes the same path in attention.
+        # A torch without CUDA cannot make such tensors. "meta" tensors take the same path in attention.
         self.device = self.kind if self.kind == "cpu" or torch.backends.cuda.is_built() else "meta"
         if self.device == "meta" and run.actor.precision != "float32":
             self.notes.append("this torch has no CUDA: activations are predicted in float32, an upper limit")
@@ -240,7 +241,7 @@ class _Shapes:
         from rlmesh.rl.engines.sampling import log_distribution
 
         prompt, params = self.run.max_prompt_tokens, SamplingParams(1, temperature=self.run.rollout.temperature)
-        # transformers reads the mask's values, which "meta" tensors lack; fake CPU tensors have the same shapes.
+        # transformers reads values of the mask, which "meta" tensors lack, so the pass has fake CPU tensors.
         device = "cpu" if self.device == "meta" else self.device
         with self.without_data(device), torch.no_grad():
             model = self.model(device).eval()
@@ -251,7 +252,7 @@ class _Shapes:
                 out: Any = model(
                     input_ids=ids, attention_mask=attend, position_ids=ids, use_cache=True, logits_to_keep=1, **past
                 )
-                # In place of `draw`: the sampling distribution, and noise of the same shape.
+                # Stands for `draw`: the sampling distribution, and noise of the same shape.
                 log_probs = log_distribution(out.logits[:, -1], params)
                 noise = torch.empty_like(log_probs)
                 del log_probs, noise
@@ -291,8 +292,8 @@ class _Shapes:
         kind, share = self.run.train, -(-whole // settings.ranks)
         weights, gradients, optimizer, gathered = held, whole, 2 * whole, 0
         if kind in ("fsdp2", "zero3"):
-            # Whole at the same time: parameters and gradients outside of the layers, and those of two layers (the
-            # current one, and the next, which is fetched ahead).
+            # Not sharded at the peak: parameters and gradients outside of the layers, and those of two layers (the
+            # current layer, and the next one, which is fetched ahead).
             gathered = 2 * (whole - sum(layers)) + 4 * max(layers, default=0)
             weights, gradients, optimizer = share + held - whole, share, 2 * share
         elif kind in ("zero1", "zero2"):
@@ -338,7 +339,7 @@ def _largest(shapes: _Shapes, others: list[RoleMemory], room: int) -> int:
         per_node = -(-run.actor.ranks // run.nodes)
         room = (room - sum(one.total * -(-one.members // run.nodes) for one in others)) // per_node
     else:
-        # Roles that share a device take turns: the others keep no more than their process there.
+        # Roles that share a device take turns: the others keep only the memory of their processes there.
         shared = getattr(run, "placed", "separate") != "separate"
         processes = sum(one.process for one in others) if shared else 0
         if any(one.total + (processes if shared else 0) > room for one in others):
@@ -385,8 +386,8 @@ def _bytes_of(module: nn.Module, *, buffers: bool = True) -> int:
 
 
 def _hold(count: TensorCount, model: nn.Module) -> int:
-    """Add weights and gradients to the count, so that views of them that operations return are not counted as new;
-    returns their bytes."""
+    """Add weights and gradients to the count, so that views of them are not counted as new tensors; returns their
+    bytes."""
     before = count.live
     for tensor in (*model.parameters(), *model.buffers()):
         count.add(tensor)

@@ -1,8 +1,7 @@
-"""A run in this process, without a job: the same roles and the same trainer, whose calls are plain calls of methods.
+"""`run_here`: a run in this process, without a job: the trainer calls the methods of the roles directly.
 
 Breakpoints work in all of it, and an error has the traceback of the role that raised it. One process trains, samples
-and keeps the reference (`ActorRolloutRef`), with one rank and one engine: its numbers are those of a job with one rank
-and one engine.
+and holds the reference (`ActorRolloutRef`). The results are those of a job with one rank and one engine.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ import gc
 import json
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -38,18 +37,16 @@ from rlmesh.rl.roles.critic import CriticRole
 from rlmesh.rl.roles.fused import ActorRollout, ActorRolloutRef
 from rlmesh.rl.roles.reference import ReferenceRole
 from rlmesh.rl.roles.reward import RewardRole
-from rlmesh.rl.trainers.job import given_roles
+from rlmesh.rl.trainers.job import offline_roles
 from rlmesh.rl.trainers.run import result_of
 from rlmesh.rl.trainers.trainer import Trainer
 
 if TYPE_CHECKING:
     from rlmesh.rl.trainers.run import Run, RunResult
 
-__all__ = ["NO_MEMBERS", "MetricsLink", "RoleHere", "one_rank", "run_here"]
+__all__ = ["NO_MEMBERS", "MetricsLink", "RoleHere", "one_rank_each", "roles_here", "run_here"]
 
 logger = logging.getLogger(__name__)
-
-ROLES = ("ACTOR", "CRITIC")
 
 
 def run_here(run: Run, run_dir: Path, name: str) -> RunResult:
@@ -62,15 +59,8 @@ def run_here(run: Run, run_dir: Path, name: str) -> RunResult:
 
 
 def _run_followed(run: Run, run_dir: Path) -> RunResult:
-    alone = replace(
-        run,
-        actor=replace(run.actor, ranks=1),
-        critic=replace(run.critic, ranks=1),
-        rollout=replace(run.rollout, engines=1),
-        placement="separate",  # the roles of one process share no device lease
-    )
     needs, responses = run.algorithm.needs, run.algorithm.responses
-    trainer, actor = given_roles(responses)
+    trainer, actor = offline_roles(responses)
     if responses == "sampled":
         kinds: dict[str, type[Any]] = {"ACTOR": ActorRolloutRef if "reference" in needs else ActorRollout}
     else:
@@ -79,40 +69,62 @@ def _run_followed(run: Run, run_dir: Path) -> RunResult:
         kinds["CRITIC"] = CriticRole
     kinds |= {one.role: RewardRole for one in run.scored if isinstance(one, RewardModel)}
     link = MetricsLink(run_dir)
-    job = JobInfo("here", "here", alone, "GPU" if torch.cuda.is_available() else "CPU")
+    job = JobInfo("here", "here", one_rank_each(run), "GPU" if torch.cuda.is_available() else "CPU")
 
     def context(role: str) -> WorkerContext:
         return WorkerContext(job, role, 0, 1, link, run_dir=run_dir.absolute())
 
-    with one_rank():
-        groups: dict[str, RoleHere] = {}
+    with roles_here(kinds, context) as groups:
+        driver = RoleHere(context("TRAINER"), lambda: trainer_here(trainer or Trainer, groups))
+        driver.invoke("setup")
         try:
-            for role, kind in kinds.items():
-                groups[role] = RoleHere(context(role), kind)
-                groups[role].invoke("setup")
-            driver = RoleHere(context("TRAINER"), lambda: trainer_here(trainer or Trainer, groups))
-            driver.invoke("setup")
-            try:
-                driver.invoke("run")
-            finally:
-                driver.invoke("teardown")
+            driver.invoke("run")
         finally:
-            for group in reversed(groups.values()):
-                group.invoke("teardown")
-            gc.unfreeze()  # what the roles made may be garbage now
+            driver.invoke("teardown")
     return result_of(run_dir)
 
 
-def trainer_here(kind: type[Trainer], groups: dict[str, RoleHere]) -> Trainer:
-    """A trainer with roles in its own process.
+def one_rank_each(run: Run) -> Run:
+    """The settings of a run for one rank of each role."""
+    return replace(
+        run, actor=replace(run.actor, ranks=1), critic=replace(run.critic, ranks=1),
+        rollout=replace(run.rollout, engines=1), placement="separate",  # roles in one process need no device lease
+    )  # fmt: skip
+
+
+@contextmanager
+def roles_here(
+    kinds: Mapping[str, Callable[[], Any]], context: Callable[[str], WorkerContext]
+) -> Iterator[dict[str, RoleHere]]:
+    """Roles in this process: set up in order, and ended in reverse order at the end of the block.
 
     Args:
-        kind: its class.
-        groups: the roles, by name.
+        kinds: makes the object of each role, by the role's name.
+        context: makes the context of a role.
+    """
+    with one_rank():
+        roles: dict[str, RoleHere] = {}
+        try:
+            for role, kind in kinds.items():
+                roles[role] = RoleHere(context(role), kind)
+                roles[role].invoke("setup")
+            yield roles
+        finally:
+            for one in reversed(roles.values()):
+                one.invoke("teardown")
+            gc.unfreeze()  # objects that the roles made may be garbage now
+
+
+def trainer_here(kind: type[Trainer], groups: dict[str, RoleHere]) -> Trainer:
+    """Make a trainer whose roles are in its own process.
+
+    Args:
+        kind: class of the trainer.
+        groups: the roles by name.
     """
 
     class TrainerHere(kind):  # type: ignore[misc, valid-type]
-        """The trainer, which finds roles in this process."""
+        """A trainer that finds roles in this process."""
 
         def group(self, role: str) -> Any:
             return groups.get(role) or NO_MEMBERS
@@ -122,11 +134,11 @@ def trainer_here(kind: type[Trainer], groups: dict[str, RoleHere]) -> Trainer:
 
 
 class RoleHere:
-    """The one member of a role, in this process, with those methods of `RoleGroup` that the trainer uses.
+    """The only member of a role, in this process, with the methods of `RoleGroup` that trainers use.
 
     Args:
-        context: of the member.
-        kind: makes its object.
+        context: context of the member.
+        kind: makes the member's object.
     """
 
     def __init__(self, context: WorkerContext, kind: Callable[[], Any]) -> None:
@@ -170,7 +182,7 @@ class RoleHere:
 
 
 class _MemberHere:
-    """The handle of the one member of a role."""
+    """The handle of the only member of a role."""
 
     def __init__(self, role: RoleHere) -> None:
         self._role = role
@@ -196,7 +208,7 @@ NO_MEMBERS = _NoMembers()
 
 
 class MetricsLink:
-    """Writes reports to ``metrics.jsonl``, as a job does."""
+    """Stands for the connection to a job: writes reports to ``metrics.jsonl``, as a job does."""
 
     def __init__(self, run_dir: Path) -> None:
         self._file = run_dir / "metrics.jsonl"

@@ -1,4 +1,4 @@
-"""The job of a run: its roles, and their places."""
+"""The job of a run: its roles, and the devices of these."""
 
 from __future__ import annotations
 
@@ -10,30 +10,30 @@ if TYPE_CHECKING:
     from rlmesh import DLJob
     from rlmesh.rl.trainers.run import Run
 
-__all__ = ["build", "given_roles"]
+__all__ = ["build", "offline_roles"]
 
 ENGINE_RESTARTS = 10
 
 
-def given_roles(responses: str) -> tuple[type[Any] | None, type[Any] | None]:
+def offline_roles(responses: str) -> tuple[type[Any] | None, type[Any] | None]:
     """The classes of trainer and actor for an algorithm whose responses are in the data; ``None``: the usual ones."""
     if responses == "sampled":
         return None, None
-    from rlmesh.rl.trainings.roles import GivenActor, RewardModelRole
-    from rlmesh.rl.trainings.trainer import GivenTrainer, RewardModelTrainer
+    from rlmesh.rl.offline.roles import OfflineActor, RewardModelRole
+    from rlmesh.rl.offline.trainer import OfflineTrainer, RewardModelTrainer
 
-    return (RewardModelTrainer, RewardModelRole) if responses == "ranked" else (GivenTrainer, GivenActor)
+    return (RewardModelTrainer, RewardModelRole) if responses == "ranked" else (OfflineTrainer, OfflineActor)
 
 
 def build(run: Run, *, trainer: type[Any] | None = None, actor: type[Any] | None = None) -> DLJob:
-    """Describe the job of a run, with its own classes of trainer and actor if they are given.
+    """Describe the job of a run, with other classes of trainer and actor if these are given.
 
-    Without GPUs, roles that share devices share virtual ones, so that they take turns as on GPUs.
+    Without GPUs, roles that share devices get virtual devices, so that they take turns as on GPUs.
     """
     from rlmesh.rl.roles.fused import ActorRollout, ActorRolloutRef
     from rlmesh.rl.roles.reward import add_reward_roles
 
-    given = given_roles(run.algorithm.responses)
+    given = offline_roles(run.algorithm.responses)
     trainer, actor = trainer or given[0], actor or given[1]
 
     placed, needs = run.placed, run.algorithm.needs
@@ -48,7 +48,7 @@ def build(run: Run, *, trainer: type[Any] | None = None, actor: type[Any] | None
     on_devices = ["ACTOR"]
     sampled, ranked = run.algorithm.responses == "sampled", run.algorithm.responses == "ranked"
     if placed != "fused" and sampled:
-        # Engines have no state that a restart could lose, and a prompt that kills engines does so more than once.
+        # A restart loses no state of an engine, and a prompt that kills engines does so several times.
         builder.rollout().resource(**share).total(run.rollout.engines).max_restarts(ENGINE_RESTARTS)
         on_devices.append("ROLLOUT")
     if placed != "fused" and "reference" in needs:

@@ -1,4 +1,4 @@
-"""Algorithms and rewards by name: ``grpo``, ``gsm8k``, or ``module:name`` for those of one's own."""
+"""Algorithms and rewards by name: built-in ones such as ``grpo`` or ``gsm8k``, and others as ``module:name``."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from importlib import import_module
 from typing import Any
 
 from rlmesh.errors import UsageError
+from rlmesh.rl.faults import did_you_mean
 
 __all__ = ["ALGORITHMS", "REWARDS", "find_algorithm", "find_reward", "imported", "imported_parts"]
 
@@ -26,7 +27,7 @@ VARIANTS = {
     **{name: f"loss: {name}" for name in ("dapo", "dr_grpo", "gspo", "cispo", "sapo")},
     **{name: f"advantage: {name}" for name in ("rloo", "remax", "opo", "pass_at_k")},
 }
-"""Variants of GRPO that go by a name of their own elsewhere, and the setting of GRPO that gives them."""
+"""Names of GRPO variants in other libraries, each with the equivalent setting of `GRPO`."""
 
 
 def find_algorithm(name: str) -> type[Any]:
@@ -114,6 +115,4 @@ def imported(name: str) -> Any:
 
 
 def _nearest(name: str, valid: Any, *, listed: bool = True) -> str:
-    if near := get_close_matches(name, valid, 1):
-        return f"; did you mean {near[0]!r}?"
-    return f": there are {', '.join(valid)}, and module:name for your own" if listed else ""
+    return did_you_mean(name, valid, f": there are {', '.join(valid)}, and module:name for your own" if listed else "")

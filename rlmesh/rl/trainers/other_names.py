@@ -1,4 +1,4 @@
-"""Names that verl, OpenRLHF and TRL have for settings, and the setting of `Run` that each one means.
+"""Names of settings in verl, OpenRLHF and TRL, each with the equivalent setting of `Run`.
 
 Messages about an unknown key use them, and docs/coming-from.md lists them.
 """
@@ -119,4 +119,4 @@ ELSEWHERE: Mapping[str, str] = {
     "nnodes": "nodes",
     "actor_num_nodes": "nodes",
 }
-"""Another library's name → the setting of `Run`. A name has as many of its sections as make it unique."""
+"""Another library's name → the setting of `Run`. Names have as many of their sections as are needed to be unique."""

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlmesh.errors import UsageError
 from rlmesh.rl.data.dataset import require_prompt
 from rlmesh.rl.data.files import expand, read_rows
+from rlmesh.rl.faults import similar_path
 from rlmesh.rl.rewards.reward import Reward
 
 if TYPE_CHECKING:
@@ -24,17 +26,19 @@ TOKENIZER_FILES = (
 QUICK = ("model", "data", "validation", "batch_size", "max_prompt_tokens", "prompt_key")
 """The settings that `quick_faults` looks at."""
 READ_PROMPTS = {"prompt", "prompts", "sample", "samples"}
-"""The inputs of a reward function that have the text of the prompt."""
+"""The inputs of a reward function that contain the text of the prompt."""
 READ_BYTES = 32 * 2**20
 """Data files up to this size are read before the tokenizer is loaded."""
 
 
 def check(run: Run) -> str:
-    """Check the model, the data and the rewards of a run. Checks without torch and transformers come first, since
-    loading these takes seconds: the tokenizer's own file is enough to try the rewards on row 0.
+    """Check the model, the data and the rewards of a run.
+
+    Checks that need neither torch nor transformers come first, since importing these takes seconds. The tokenizer's own
+    file is enough to try the rewards on row 0.
 
     Returns:
-        a text with the numbers of rows, for people.
+        a text for people with the numbers of rows.
 
     Raises:
         UsageError: lists all faults, with the row where a row is at fault.
@@ -48,11 +52,20 @@ def check(run: Run) -> str:
         from rlmesh.rl.checkpoints.restoring import restore_faults  # loads torch
 
         faults += restore_faults(run)
+    if run.algorithm.responses == "sampled" and run.rollout.engine.startswith("vllm") and not _is_installed("vllm"):
+        faults.append(f"rollout.engine={run.rollout.engine!r} needs vllm: pip install 'rlmesh[vllm]'")
     if not faults:
         faults = [*_slow_faults(run, counts, tried)]
     if faults:
         raise UsageError("the run cannot start:\n  " + "\n  ".join(faults))
     return "; ".join(counts)
+
+
+def _is_installed(package: str) -> bool:
+    try:
+        return find_spec(package) is not None
+    except ValueError:  # The module is there, and was made by hand.
+        return True
 
 
 def quick_faults(
@@ -61,7 +74,7 @@ def quick_faults(
 ) -> Iterator[str]:  # fmt: skip
     """One sentence per fault of the model's folder and the data that can be found without torch and transformers.
 
-    The arguments are those of `Run`; those of a wrong type are skipped, since other checks report them.
+    The arguments are settings of `Run`. Values of a wrong type are skipped, since other checks report them.
     """
     if isinstance(model, str):
         yield from (f"model={model!r}: {fault}" for fault in _model_faults(model))
@@ -77,12 +90,12 @@ def _model_faults(model: str) -> Iterator[str]:
     folder = Path(model).expanduser()
     if not folder.is_dir():
         if model.startswith(("/", ".", "~")) or model.count("/") > 1:
-            near = _similar(folder)
+            near = similar_path(folder)
             yield f"there is no folder {folder}{near}"
         return
     if not (folder / "config.json").is_file():
         yield "the folder has no config.json: it is no model that transformers can load"
-    # Checked here, since transformers makes an empty tokenizer if a folder has none.
+    # This check is needed because transformers makes an empty tokenizer if a folder has none.
     if not any((folder / name).exists() for name in TOKENIZER_FILES):
         yield (
             f"the model has no tokenizer: its folder has none of {', '.join(TOKENIZER_FILES)}; save one beside it, "
@@ -90,16 +103,8 @@ def _model_faults(model: str) -> Iterator[str]:
         )
 
 
-def _similar(path: Path) -> str:
-    from difflib import get_close_matches
-
-    there = [one.name for one in path.parent.iterdir() if one.is_dir()] if path.parent.is_dir() else []
-    near = get_close_matches(path.name, there, 1)
-    return f"; did you mean {path.parent / near[0]}?" if near else ""
-
-
 def _rows(data: Any) -> list[Any]:
-    """The rows of data; none if files are large, or cannot be read without a package that is missing.
+    """The rows of data. None of them if files are large, or need a package that is missing.
 
     Raises:
         UsageError: a file cannot be read.
@@ -158,20 +163,20 @@ class _TokenizerFile:
             self._tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
             settings = folder / "tokenizer_config.json"
             named = json.loads(settings.read_text(encoding="utf-8")).get("eos_token") if settings.is_file() else None
-        except Exception as error:  # the library raises nothing more special
+        except Exception as error:  # tokenizers raises no other class
             raise OSError(f"{folder}: {error}") from error
         end = named.get("content") if isinstance(named, dict) else named
         self.eos_token_id = self._tokenizer.token_to_id(end) if end else None
 
     def encode(self, text: str) -> list[int]:
-        """The tokens of a text, without special ones.
+        """The tokens of a text, without special tokens.
 
         Raises:
-            ValueError: the text has a character that the tokenizer cannot say.
+            ValueError: the text has a character that the tokenizer cannot encode.
         """
         try:
             return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
-        except Exception as error:  # the library raises nothing more special
+        except Exception as error:  # tokenizers raises no other class
             raise ValueError(str(error)) from error
 
     def decode(self, token_ids: Any, *, skip_special_tokens: bool = True) -> str:
@@ -180,7 +185,7 @@ class _TokenizerFile:
 
 
 def _all_too_long(rows: Sequence[Any], folder: Path, longest: int, key: str) -> bool:
-    """True if in every row a single text of the prompt already exceeds the limit of a prompt."""
+    """True if every row's prompt contains a text that alone exceeds the limit of a prompt."""
     try:
         tokenizer = _TokenizerFile(folder)
         for row in rows:
@@ -195,10 +200,11 @@ def _all_too_long(rows: Sequence[Any], folder: Path, longest: int, key: str) -> 
 
 
 def _early_reward_faults(run: Run, tried: set[str]) -> Iterator[str]:
-    """One sentence per reward function that fails on row 0; the names of those that could be tried go to ``tried``.
+    """One sentence per reward function that fails on row 0; the names of the functions that were tried are added to
+    ``tried``.
 
-    They are tried if row 0 is at hand, and the tokenizer has a file of its own. Chat messages become a prompt by a
-    template only, so functions that read the prompt are tried later then.
+    Functions are tried if row 0 is at hand and the tokenizer has its own file. If row 0 has chat messages, functions
+    that read the prompt are left out: the prompt needs the chat template.
     """
     import numpy as np
 
@@ -220,7 +226,7 @@ def _early_reward_faults(run: Run, tried: set[str]) -> Iterator[str]:
 
 
 def _has_no_template(folder: Path) -> bool:
-    """True if a folder's tokenizer surely has no chat template."""
+    """True if a folder's tokenizer certainly has no chat template."""
     settings = folder / "tokenizer_config.json"
     if not settings.is_file() or any(folder.glob("*chat_template*")) or (folder / "additional_chat_templates").exists():
         return False
@@ -234,12 +240,13 @@ def _names_that_occur_twice(rewards: Sequence[Reward | RewardModel]) -> Iterator
 
 
 def _slow_faults(run: Run, counts: list[str], tried: set[str]) -> Iterator[str]:
-    """One sentence per fault that needs the tokenizer; the numbers of rows go to ``counts``. Rewards of ``tried`` are
-    not tried again."""
+    """One sentence per fault whose check needs the tokenizer; a text on the numbers of rows is added to ``counts``.
+
+    Rewards in ``tried`` are not tried again."""
     from rlmesh.rl.data.loader import PromptLoader
+    from rlmesh.rl.offline.responses import response_texts
     from rlmesh.rl.rewards.scoring import unscored
     from rlmesh.rl.rollout.episodes.plan import EpisodePlan
-    from rlmesh.rl.trainings.given import given_texts
 
     try:
         tokenizer = _tokenizer(run)
@@ -252,7 +259,7 @@ def _slow_faults(run: Run, counts: list[str], tried: set[str]) -> Iterator[str]:
         counts.append(f"data: {data.counts}")
         if run.algorithm.responses != "sampled":
             for place in range(len(data)):
-                given_texts(data[place].row, run.algorithm.responses)
+                response_texts(data[place].row, run.algorithm.responses)
         yield from _function_faults(
             [one for one in run.scored if one.name not in tried], tokenizer, data[0], _extras(run, data[0].row)
         )
@@ -261,10 +268,12 @@ def _slow_faults(run: Run, counts: list[str], tried: set[str]) -> Iterator[str]:
                 yield from (f"reward model {model.name!r}: {fault}" for fault in model.faults(tokenizer, data[0].row))
         yield from unscored(run.scored, data) if run.scored else ()
         PromptLoader(data, run.batch_size)
+        longest = 0 if run.agent is not None else max(len(data[place].ids) for place in range(len(data)))
         if (plan := EpisodePlan.of(run)) is not None:
             yield from plan.slow_faults(tokenizer, data[0].row)
-            longest = 0 if run.agent is not None else max(len(data[place].ids) for place in range(len(data)))
             yield from plan.length_faults(longest, _positions(run.model))
+        elif run.algorithm.responses == "sampled":
+            yield from _sampling_faults(run, tokenizer, longest)
     except (UsageError, OSError, ValueError) as error:
         yield f"data: {error}"
     if run.validation is not None:
@@ -274,8 +283,20 @@ def _slow_faults(run: Run, counts: list[str], tried: set[str]) -> Iterator[str]:
             yield f"validation: {error}"
 
 
+def _sampling_faults(run: Run, tokenizer: Any, longest: int) -> Iterator[str]:
+    """One sentence per limit of a response that the model cannot keep; ``longest``: tokens of the longest prompt."""
+    positions, most = _positions(run.model), run.rollout.max_tokens
+    if positions is not None and longest + most > positions:
+        yield (
+            f"rollout.max_tokens={most} after a prompt of {longest} tokens are more than the {positions} positions of "
+            "the model: lower it, or max_prompt_tokens"
+        )
+    if beyond := [one for one in run.rollout.stop_token_ids if one >= len(tokenizer)]:
+        yield f"rollout.stop_token_ids: the tokenizer has {len(tokenizer)} tokens, and none is {beyond[0]}"
+
+
 def _positions(model: str) -> int | None:
-    """The most tokens of a text that the model is made for; None: unknown."""
+    """The longest text of the model, in tokens; None: unknown."""
     from transformers import AutoConfig
 
     found = getattr(AutoConfig.from_pretrained(model), "max_position_embeddings", None)
@@ -283,7 +304,7 @@ def _positions(model: str) -> int | None:
 
 
 def _teacher_faults(run: Run, tokenizer: Any) -> Iterator[str]:
-    """A fault if the reference is another model with other tokens: its log-probabilities would be of other texts."""
+    """A fault if the reference is a model with another tokenizer: its log-probabilities would belong to other texts."""
     model = run.reference.model
     if model is None or "reference" not in run.algorithm.needs:
         return
@@ -312,7 +333,7 @@ def _tokenizer(run: Run) -> Any:
 
 
 def _extras(run: Run, row: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The extras of an episode, which rewards may read."""
+    """Example extras of an episode, which rewards may read."""
     from rlmesh.rl.rollout.episodes.plan import EpisodePlan
 
     plan = EpisodePlan.of(run)

@@ -1,6 +1,7 @@
-"""`Progress`: the last finished step of a run, on disk, from which a trainer that restarts alone goes on.
+"""`Progress`: the last finished step of a run, in a file, from which a trainer that restarts alone continues.
 
-It is written after each step and not fsynced: it outlives a process, and a machine that fails leaves the checkpoints.
+The file is written after each step, without fsync: it survives the end of the process. After a crash of the machine,
+the run continues from a checkpoint.
 """
 
 from __future__ import annotations
@@ -17,20 +18,20 @@ __all__ = ["MODEL", "SUMMARY", "Progress", "finished_steps", "trained_role_resta
 
 FILE = "progress.json"
 SUMMARY, MODEL = "summary.json", "model"
-"""Files that a run leaves at its end: a file with its last metrics, and the folder of the policy."""
+"""Names of what a finished run leaves: the file of its last metrics, and the folder of the policy."""
 RESTART_NEWS_S = 2.0
-"""Seconds that a failed call waits for the news that a restart was its cause."""
+"""Seconds to wait after a failed call for the event of a restart that may have caused it."""
 
 
 @dataclass(frozen=True)
 class Progress:
-    """Steps of a run.
+    """The last finished step of a run.
 
     Attributes:
-        step: the last step whose results were reported.
-        lost: the number of reported steps that restarts have undone.
-        state: the states of the trainer's objects after the step, as JSON; None: they are too large to be noted, and
-            are in checkpoints only.
+        step: the last step that was reported.
+        lost: number of reported steps that restarts have undone.
+        state: the states of the trainer's objects after the step, as JSON; None: they are too large, and in checkpoints
+            only.
     """
 
     step: int = 0
@@ -39,16 +40,15 @@ class Progress:
 
     @classmethod
     def read(cls, run_dir: Path) -> Progress:
-        """The progress of a run; no steps if it has not begun.
+        """Read the progress of a run; step 0 if it has not begun.
 
         Raises:
-            UsageError: another version of this library wrote it, whose checkpoints this one may not read; or other
-                users can have written it.
+            UsageError: another version of this library wrote the file, or other users can have written it.
         """
         path = run_dir / FILE
         try:
             return cls(**json.loads(private_files.read(path)))
-        except (FileNotFoundError, ValueError):  # a machine that failed may leave an empty file
+        except (FileNotFoundError, ValueError):  # a crash of the machine may leave an empty file
             return cls()
         except private_files.UnsafeFile as error:
             raise UsageError(f"the run cannot go on: {error}") from None
@@ -61,7 +61,7 @@ class Progress:
 
 
 def finished_steps(run_dir: Path) -> int:
-    """The number of steps of a run that has come to its end; 0: it has not."""
+    """The number of steps of a finished run; 0: the run is not finished."""
     try:
         return int(json.loads((run_dir / SUMMARY).read_text())["steps"])
     except FileNotFoundError:
@@ -69,8 +69,7 @@ def finished_steps(run_dir: Path) -> int:
 
 
 def trained_role_restarted() -> bool:
-    """True if the actor or the critic restarted, so that a failed call was due to that. The news may come after the
-    error."""
+    """True if actor or critic restarted, which explains a failed call. The event may come after the error."""
     deadline = time.monotonic() + RESTART_NEWS_S
     while (left_s := deadline - time.monotonic()) > 0:
         if any(event.role in ("ACTOR", "CRITIC") for event in current_worker().events(left_s)):

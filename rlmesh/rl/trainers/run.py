@@ -1,4 +1,4 @@
-"""`Run`: one training, from its settings to the job that carries it out.
+"""`Run`: the settings of a training, and the job that carries it out.
 
 ::
 
@@ -15,6 +15,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import logging
 import sys
@@ -26,6 +27,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from rlmesh.errors import UsageError
 from rlmesh.rl.evaluation.settings import RewardAlarmSettings, SampleSettings, ValidationSettings
+from rlmesh.rl.faults import too_small
 from rlmesh.rl.rewards.model import RewardModel
 from rlmesh.rl.rewards.reward import Reward
 from rlmesh.rl.rollout.episodes.plan import EpisodePlan
@@ -56,7 +58,12 @@ __all__ = ["Run", "RunResult"]
 
 logger = logging.getLogger(__name__)
 
-SECTIONS = ("actor", "critic", "reference", "rollout", "episode", "evaluation", "sample_files", "reward_alarm")
+MADE_BY = {
+    "actor": "ActorSettings", "critic": "CriticSettings", "reference": "ReferenceSettings",
+    "rollout": "RolloutSettings", "episode": "EpisodeSettings", "evaluation": "ValidationSettings",
+    "sample_files": "SampleSettings", "reward_alarm": "RewardAlarmSettings",
+}  # fmt: skip
+"""The class of each section."""
 NEEDS = ("critic", "greedy", "reference")
 
 
@@ -67,7 +74,7 @@ class RunResult:
     Attributes:
         run_dir: the run directory, with logs, metrics, checkpoints and the exported model.
         model: the folder of the trained policy, which ``from_pretrained`` reads.
-        metrics: of the last report, by name.
+        metrics: the metrics of the last report, by name.
     """
 
     run_dir: Path
@@ -88,9 +95,9 @@ class Run:
         steps: training steps; each takes one batch of prompts.
         validation: prompts that are never trained on.
         validate_every: steps between validations; 0: before the first and after the last step only.
-        evaluation: how validation prompts are answered and counted.
+        evaluation: how validation prompts are sampled and counted.
         sample_files: which samples are kept in the run directory.
-        reward_alarm: when the run tells that the policy seems to exploit a reward.
+        reward_alarm: thresholds of the alarm that the policy seems to exploit a reward.
         trackers: names of trackers that show the metrics: ``wandb``, ``mlflow``, ``trackio``, each also with a project
             (``wandb:PROJECT``), or ``module:Class``; see `rlmesh.Trackers`. TensorBoard files are always written.
         batch_size: prompts per step.
@@ -104,29 +111,29 @@ class Run:
         rollout: the engines that sample; a text names the engine.
         environment: a class or function that makes a `TextEnvironment` for each episode.
         tools: functions, or `Tool` objects, that the policy may call.
-        agent: a function that plays an episode by requests to an endpoint of OpenAI's form. A run has an environment,
-            tools, an agent, or none: then each prompt gets one response.
+        agent: a function that plays an episode by requests to an OpenAI-compatible endpoint. A run has an environment,
+            tools, an agent, or none of them: then each prompt gets one response.
         episode: limits of episodes of several turns.
         critic: the value function in training, for an algorithm that needs one.
-        reference: the policy that a divergence is measured from, or the teacher of a distillation.
+        reference: the policy from which a divergence is measured, or the teacher of a distillation.
         placement: the devices of the roles. ``"separate"``: each member has one of its own. ``"shared"``: all roles
-            share all devices, and take turns. ``"fused"``: one process per device trains, samples and keeps the
+            share all devices, and take turns. ``"fused"``: one process per device trains, samples and holds the
             reference, and a critic takes turns with it. ``"auto"``: separate if there are enough GPUs, else shared.
         devices_per_node: GPUs of each node; 0: train on CPUs.
         nodes: machines of the job.
-        seed: of the order of prompts and of sampling.
+        seed: seed of the order of prompts and of sampling.
         save_every: steps between checkpoints. The last step has one too.
-        keep_last: this many of the latest checkpoints are kept.
-        keep_best: the metric by which the best checkpoint is kept too, such as ``"val/reward_mean"``; with ``-`` before
-            it, the smallest value is the best. Empty: only the latest are kept.
-        resume: ``"auto"``: go on from the latest checkpoint of the run directory, if it has one. ``"must"``: refuse to
-            start without one. ``"never"``: refuse to start with one.
-        restore: the checkpoint of another run with which this one begins: its folder ``checkpoints/step-…``, or its run
+        keep_last: number of the latest checkpoints that are kept.
+        keep_best: metric of the best checkpoint, which is kept too, such as ``"val/reward_mean"``; with ``-`` before
+            it, the smallest value is the best. Empty: only the latest checkpoints are kept.
+        resume: ``"auto"``: continue from the latest checkpoint of the run directory, if it has one. ``"must"``: refuse
+            to start without one. ``"never"``: refuse to start with one.
+        restore: the checkpoint of another run with which this run begins: its folder ``checkpoints/step-…``, or its run
             directory.
-        restore_parts: ``weights`` and ``optimizer``, of all models in training that the checkpoint has, or of one:
-            ``actor.weights``.
+        restore_parts: the parts to load: ``weights`` and ``optimizer`` for all models in training that the checkpoint
+            has, ``actor.weights`` and so on for one model.
         examine: print this many scored responses of each step.
-        reward_workers: processes that score.
+        reward_workers: number of processes that score.
 
     Raises:
         UsageError: lists all faults of the settings.
@@ -176,7 +183,8 @@ class Run:
             object.__setattr__(self, "rollout", RolloutSettings(engine=given))  # type: ignore[arg-type]
         rewards: Any = self.rewards
         kinds = Reward | RewardModel
-        listed = [rewards] if callable(rewards) or isinstance(rewards, kinds) else rewards or ()
+        alone = callable(rewards) or isinstance(rewards, kinds) or not isinstance(rewards, list | tuple | None)
+        listed = [rewards] if alone else rewards or ()
         made = tuple(one if isinstance(one, kinds) else Reward(one) for one in listed)
         object.__setattr__(self, "rewards", made)
         if faults := [*self._faults()]:
@@ -192,7 +200,7 @@ class Run:
         """A run whose settings the command line may change: ``--set actor.lr=2e-6``.
 
         Args:
-            argv: words of the command line; ``None``: those of this program.
+            argv: words of the command line; ``None``: the words of this program.
             settings: see the class.
 
         Raises:
@@ -230,15 +238,24 @@ class Run:
         return load_run(config, overrides)
 
     def _faults(self) -> Iterator[str]:
-        yield from wrong_types(self, "")
-        sections: dict[str, Any] = {name: getattr(self, name) for name in SECTIONS}
+        hollow = [name for name in MADE_BY if not dataclasses.is_dataclass(getattr(self, name))]
+        hollow += [name for name in MADE_BY if isinstance(getattr(self, name), type)]
+        yield from wrong_types(self, "", but=hollow)
+        yield from self._data_faults()
+        wrong = [f"{name}={getattr(self, name)!r} must be {MADE_BY[name]}(…)" for name in hollow]
+        if isinstance(self.algorithm, type) or getattr(self.algorithm, "needs", None) is None:
+            wrong.append(f"algorithm={self.algorithm!r}: expected an Algorithm, such as GRPO(samples=8)")
+        yield from wrong
+        sections: dict[str, Any] = {name: getattr(self, name) for name in MADE_BY if name not in hollow}
         for name, section in sections.items():
-            if not hasattr(section, "faults"):
-                yield f"{name}={section!r} must be settings of its own"
-                continue
             bad = [*wrong_types(section, f"{name}.")]
             yield from bad or (f"{name}.{fault}" for fault in section.faults())
-        if self.trackers:
+        if not wrong:  # The other checks read these settings.
+            yield from self._whole_faults()
+
+    def _whole_faults(self) -> Iterator[str]:
+        """Faults of settings that have the right types."""
+        if self.trackers and isinstance(self.trackers, Sequence):
             from rlmesh import Trackers
 
             yield from (f"trackers: {fault}" for fault in Trackers.faults(self.trackers))
@@ -253,12 +270,9 @@ class Run:
         yield from self._given_faults()
         if isinstance(self.pipeline, str):
             yield from self._pipeline_faults()
-        for name in ("steps", "batch_size", "max_prompt_tokens", "save_every", "keep_last", "nodes", "reward_workers"):
-            if isinstance(value := getattr(self, name), int) and value < 1:
-                yield f"{name}={value} must be ≥ 1"
-        for name in ("validate_every", "devices_per_node", "examine", "seed"):
-            if isinstance(value := getattr(self, name), int) and value < 0:
-                yield f"{name}={value} must be ≥ 0"
+        counts = ("steps", "batch_size", "max_prompt_tokens", "save_every", "keep_last", "nodes", "reward_workers")
+        yield from too_small(self, 1, *counts)
+        yield from too_small(self, 0, "validate_every", "devices_per_node", "examine", "seed")
         needs = getattr(self.algorithm, "needs", None)
         if needs is None:
             yield f"algorithm={self.algorithm!r}: expected an Algorithm, such as GRPO(samples=8)"
@@ -270,8 +284,24 @@ class Run:
         if self.train not in get_args(Engine):
             yield f"train={self.train!r}: the engines are {', '.join(get_args(Engine))}"
 
+    def _data_faults(self) -> Iterator[str]:
+        """One sentence per data that can be no files and no rows."""
+        for name in ("data", "validation"):
+            given, what = getattr(self, name), "a file, a folder, a list of files or of rows, or a mapping of files"
+            if given is None and name == "validation":
+                continue
+            if not isinstance(given, str | Path | Mapping | list | tuple):
+                yield f"{name}={given!r} must be {what}"
+            elif isinstance(given, list | tuple):
+                kinds = {isinstance(one, Mapping) for one in given}
+                wrong = [one for one in given if not isinstance(one, str | Path | Mapping)]
+                if wrong:
+                    yield f"{name}: {wrong[0]!r} is no row and no file: a row is a mapping of columns, such as 'prompt'"
+                elif len(kinds) > 1:
+                    yield f"{name} has both rows and files: give one of them"
+
     def _deadline_faults(self) -> Iterator[str]:
-        """A fault if training gives up waiting before an episode may have ended."""
+        """A fault if training gives up waiting sooner than an episode can end."""
         if self.environment is None and not self.tools and self.agent is None:
             return
         waits_s = getattr(self.rollout, "deadline_s", None)
@@ -349,7 +379,7 @@ class Run:
         return AutoTokenizer.from_pretrained(self.model)
 
     def dataset(self, tokenizer: Any, data: Any = None) -> RLHFDataset | Mixture:
-        """The prompts of ``data``, by default the training data."""
+        """The prompts of ``data``; None: the training data."""
         from rlmesh.rl.data.loader import load_prompts
 
         chosen = self.data if data is None else data
@@ -401,8 +431,8 @@ class Run:
         """Check the settings, run the job, and wait for its end.
 
         Args:
-            name: of the job.
-            options: of `DLJob.submit`.
+            name: name of the job.
+            options: further arguments of `DLJob.submit`.
 
         Raises:
             UsageError: something is wrong with the settings; no process was started.
@@ -419,13 +449,14 @@ class Run:
         return result_of(Path(result.run_dir))
 
     def here(self, name: str = "run", run_dir: str | Path | None = None) -> RunResult:
-        """Check the settings, and run everything in this process, for debugging. Only rewards have other processes.
+        """Check the settings, and run everything in this process, for debugging. Only rewards have processes of their
+        own.
 
-        There is one rank and one engine, whatever the settings say: the numbers are those of a job with one rank and
-        one engine. A run directory that has a checkpoint is continued.
+        There is one rank and one engine, whatever the settings say: the results are those of such a job. A run
+        directory with a checkpoint is continued.
 
         Args:
-            name: of the new run directory.
+            name: name of the new run directory.
             run_dir: the run directory; ``None``: a new one in ``runs``.
 
         Raises:
@@ -449,7 +480,7 @@ def result_of(run_dir: Path) -> RunResult:
 
 
 def result_of_complete(run_dir: Path) -> RunResult:
-    """The result of a run that was complete before it started again; people are told so."""
+    """The result of a run that is complete already; prints this for people."""
     result = result_of(run_dir)
     print(f"already complete: {finished_steps(run_dir)} steps are done; the policy is in {result.model}", flush=True)
     return result

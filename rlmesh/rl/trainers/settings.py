@@ -1,4 +1,5 @@
-"""Settings of a training: sections as dataclasses, overrides as text, and all their faults in one message."""
+"""Settings of a training: dataclasses for the sections, overrides as text, and checks that report all faults at
+once."""
 
 from __future__ import annotations
 
@@ -6,7 +7,7 @@ import dataclasses
 import json
 import math
 import types
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from importlib.util import find_spec
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar, Union, get_args, get_or
 
 from rlmesh.errors import UsageError
 from rlmesh.rl.engines.lora import LoraOptions
+from rlmesh.rl.faults import too_small
 from rlmesh.rl.trainers.other_names import ELSEWHERE
 
 if TYPE_CHECKING:
@@ -43,9 +45,9 @@ class LoraSettings:
     """An adapter that is trained instead of the policy's weights; see `rlmesh.rl.engines.lora.LoraOptions`.
 
     Attributes:
-        rank: of the adapter; 0: no adapter, all weights are trained.
+        rank: rank of the adapter; 0: no adapter, all weights are trained.
         alpha: the adapter is scaled by ``alpha / rank``; null: twice the rank.
-        target_modules: names of the linear layers that get one; ``"all-linear"``: all but the head.
+        target_modules: names of the linear layers with an adapter; ``"all-linear"``: all but the head.
     """
 
     rank: int = 0
@@ -68,6 +70,8 @@ class LoraSettings:
         except UsageError as error:
             yield str(error).removeprefix("LoraOptions: ")
             return
+        if not wanted and (self.alpha is not None or self.target_modules != "all-linear"):
+            yield "rank=0: without a rank there is no adapter, and alpha and target_modules change nothing"
         if wanted and find_spec("peft") is None:
             yield f"rank={self.rank} needs peft: pip install 'rlmesh[lora]'"
 
@@ -77,19 +81,19 @@ class ActorSettings:
     """The policy in training.
 
     Attributes:
-        ranks: processes that train it together.
+        ranks: number of processes that train it together.
         lr: peak learning rate of AdamW.
         warmup_steps: steps over which the learning rate rises from 0.
         final_lr: the share of ``lr`` that is left at the last step; the rate falls linearly to it.
-        weight_decay: of AdamW; norms and biases do not decay.
+        weight_decay: weight decay of AdamW; norms and biases do not decay.
         max_grad_norm: the gradient is scaled down to at most this norm; 0: never.
         epochs: passes over each batch.
         minibatches: optimizer steps of a pass, each on an equal share of the prompts.
         token_budget: the most tokens of one forward and backward pass on a rank.
         activation_checkpointing: recompute activations in the backward pass.
         use_liger_kernel: use the fused layers of Liger; ``None``: on a GPU, if Liger is installed and knows the model.
-        precision: of forward and backward passes.
-        threads: of each rank's CPU work; 0: torch's default.
+        precision: dtype of forward and backward passes.
+        threads: torch's threads in each rank; 0: torch's default.
         lora: train an adapter, and push the adapter alone to engines of transformers.
     """
 
@@ -110,12 +114,8 @@ class ActorSettings:
 
     def faults(self) -> Iterator[str]:
         """One sentence per fault."""
-        for name in ("ranks", "epochs", "minibatches", "token_budget"):
-            if getattr(self, name) < 1:
-                yield f"{name}={getattr(self, name)} must be ≥ 1"
-        for name in ("lr", "warmup_steps", "weight_decay", "max_grad_norm", "threads"):
-            if getattr(self, name) < 0:
-                yield f"{name}={getattr(self, name)} must be ≥ 0"
+        yield from too_small(self, 1, "ranks", "epochs", "minibatches", "token_budget")
+        yield from too_small(self, 0, "lr", "warmup_steps", "weight_decay", "max_grad_norm", "threads")
         if not 0 <= self.final_lr <= 1:
             yield f"final_lr={self.final_lr} must be in [0, 1]: a share of lr"
         yield from (f"lora.{fault}" for fault in self.lora.faults())
@@ -130,7 +130,7 @@ class ActorSettings:
 
         Args:
             update: finished optimizer steps.
-            steps: of the whole run.
+            steps: steps of the whole run.
         """
         up = (update + 1) / (self.warmup_steps * self.updates) if self.warmup_steps else 1.0
         down = 1 - (1 - self.final_lr) * min(update / (steps * self.updates), 1.0)
@@ -139,12 +139,12 @@ class ActorSettings:
 
 @dataclass(frozen=True)
 class CriticSettings(ActorSettings):
-    """The value function in training, for algorithms that need one: settings as those of the actor.
+    """The value function in training, for algorithms that need one. It has all settings of the actor.
 
     Attributes:
         lr: peak learning rate of AdamW.
         model: a folder or hub name; ``None``: the run's model. A model with one label (a reward model) keeps its head;
-            any other gets a new one.
+            other models get a new one.
     """
 
     lr: float = 1e-5
@@ -158,10 +158,10 @@ class CriticSettings(ActorSettings):
 
 @dataclass(frozen=True)
 class ReferenceSettings:
-    """The policy that a divergence is measured from: the one before training, or a teacher.
+    """The policy from which a divergence is measured: the policy before training, or a teacher.
 
     Attributes:
-        model: a folder or hub name of a model with the same tokens; ``None``: the run's model.
+        model: a folder or hub name of a model with the same tokenizer; ``None``: the run's model.
     """
 
     model: str | None = None
@@ -179,15 +179,15 @@ class RolloutSettings:
         engine: the kind of engine.
         engines: members of the role; each holds a whole model.
         max_tokens: the most tokens of a response.
-        temperature: of sampling, > 0; training computes log-probabilities at the same temperature.
+        temperature: temperature of sampling, > 0; training computes log-probabilities at the same temperature.
         top_p: in training, only the likeliest tokens that together have this probability are sampled, in (0, 1].
         top_k: in training, only the k likeliest tokens are sampled; 0: all.
         min_p: in training, only tokens with at least this share of the likeliest token's probability are sampled, in
             [0, 1). Samples carry the probability of all tokens that are kept, so that ratios are of whole vocabularies.
         stop: texts that end a response, also in validation; the response ends with the token that completes one.
         stop_token_ids: tokens that end a response, also in validation, besides the model's own end token.
-        dtype: of the engine's weights; the actor has float32, and a push casts its weights to this type.
-        threads: of each engine's CPU work; 0: torch's default.
+        dtype: dtype of the engine's weights; the actor has float32, and a push casts its weights to this dtype.
+        threads: torch's threads in each engine; 0: torch's default.
         options: further keyword arguments of the engine.
         time_limit_s: seconds after which a response ends with the tokens that it has, and the reason ``time``; 0: none.
         in_flight: prompts that an engine samples at a time in an asynchronous pipeline; 0: as many as fit its batch.
@@ -196,9 +196,9 @@ class RolloutSettings:
         refill: with dynamic sampling, at most ``refill * batch_size`` groups are left out per step; further ones stay.
         oversampling: with dynamic sampling, sample this many times the prompts that a step needs, so that groups that
             are left out have a replacement at once.
-        deadline_s: while training waits for samples, the most seconds in which no engine samples a token and no reward
-            answers; then the run ends with an error that says who is waited for. The engine ``vllm`` tells its
-            tokens at the end of each response, and one of your own at the end of each request.
+        deadline_s: the run ends with an error if training waits for samples, and for so many seconds no engine samples
+            a token and no reward answers. The error names what it waits for. The engine ``vllm`` reports tokens at the
+            end of each response, and an engine of your own at the end of each request.
     """
 
     engine: Literal["transformers", "vllm", "vllm-async"] = "transformers"
@@ -222,20 +222,14 @@ class RolloutSettings:
 
     def faults(self) -> Iterator[str]:
         """One sentence per fault."""
-        for name in ("time_limit_s", "in_flight", "refill"):
-            if getattr(self, name) < 0:
-                yield f"{name}={getattr(self, name)} must be ≥ 0"
+        yield from too_small(self, 0, "time_limit_s", "in_flight", "refill", "threads")
+        yield from too_small(self, 1, "oversampling", "engines", "max_tokens")
         if not 0 < self.deadline_s < float("inf"):
             yield f"deadline_s={self.deadline_s} must be a number of seconds > 0"
         if self.time_limit_s >= self.deadline_s:
             yield f"deadline_s={self.deadline_s} must be > time_limit_s={self.time_limit_s}, the most of a response"
-        if self.oversampling < 1:
-            yield f"oversampling={self.oversampling} must be ≥ 1"
         if self.oversampling > 1 and not self.dynamic_sampling:
             yield f"oversampling={self.oversampling} is for dynamic_sampling: without it every group is trained"
-        for name in ("engines", "max_tokens"):
-            if getattr(self, name) < 1:
-                yield f"{name}={getattr(self, name)} must be ≥ 1"
         if self.temperature <= 0:
             yield f"temperature={self.temperature} must be > 0: a policy is trained on what it samples"
         if not 0 < self.top_p <= 1:
@@ -248,8 +242,6 @@ class RolloutSettings:
             yield f"stop={self.stop!r} must be a text or a list of texts that are not empty"
         if not all(checked(one, int) and one >= 0 for one in self.stop_token_ids):
             yield f"stop_token_ids={self.stop_token_ids!r} must be a list of token ids: whole numbers ≥ 0"
-        if self.threads < 0:
-            yield f"threads={self.threads} must be ≥ 0"
 
     @property
     def casts(self) -> bool:
@@ -265,7 +257,7 @@ class RolloutSettings:
         """The parameters of a request.
 
         Args:
-            greedy: take the likeliest token each time, as in validation; else sample, as in training.
+            greedy: take the likeliest token each time, as in validation. Otherwise sample, as in training.
             seed: makes the draws reproducible.
         """
         from rlmesh.rl.engines.rollout import SamplingParams
@@ -285,7 +277,7 @@ class RolloutSettings:
 
 
 def apply_overrides(settings: T, overrides: Sequence[str]) -> T:
-    """Settings with values replaced by ``section.key=value`` texts.
+    """Replace values of settings by ``section.key=value`` texts.
 
     A value is read as JSON where that is possible (numbers, true, false, null, lists), and is a text otherwise.
 
@@ -325,17 +317,18 @@ def checked(value: Any, kind: Any) -> bool:
     return isinstance(value, plain) if isinstance(plain, type) else True
 
 
-def wrong_types(settings: Any, where: str) -> Iterator[str]:
-    """One sentence per field whose value has another type than the field."""
+def wrong_types(settings: Any, where: str, but: Collection[str] = ()) -> Iterator[str]:
+    """One sentence per field whose value has another type than the field, except the fields of ``but``."""
     hints = get_type_hints(type(settings))
     for one in dataclasses.fields(settings):
         value = getattr(settings, one.name)
-        if one.init and not checked(value, hints[one.name]):
+        if one.init and one.name not in but and not checked(value, hints[one.name]):
             yield f"{where}{one.name}={value!r} must be {kind_named(hints[one.name])}"
 
 
 def keys_of(settings: Any) -> Iterator[tuple[str, tuple[str, ...]]]:
-    """Pairs of a section and its keys, for settings given as an object or as a class; ``""`` is the outermost."""
+    """Pairs of a section and its keys, for settings given as an object or as a class; ``""`` is the outermost
+    section."""
     own = tuple(one.name for one in dataclasses.fields(settings) if one.init)
     yield "", own
     hints = get_type_hints(settings if isinstance(settings, type) else type(settings))
@@ -349,11 +342,11 @@ def keys_of(settings: Any) -> Iterator[tuple[str, tuple[str, ...]]]:
 
 
 def unknown_key(place: str, sections: Mapping[str, Sequence[str]]) -> str:
-    """The message about a key that does not exist, with the key that was probably meant, of this section or another.
+    """The message about a key that does not exist, with the key that was probably meant, in this section or another.
 
     Args:
         place: the key with its sections, such as ``actor.learning_rte``.
-        sections: the keys of each section; ``""`` is the outermost.
+        sections: the keys of each section; ``""`` is the outermost section.
     """
     section, _, key = place.rpartition(".")
     own = sections.get(section, ())
@@ -369,7 +362,7 @@ def unknown_key(place: str, sections: Mapping[str, Sequence[str]]) -> str:
     named = [name for name in ELSEWHERE if f".{place}".endswith(f".{name}") or name == key]
     if not named and (near := get_close_matches(key, own, 1)):
         return f"{fault}; did you mean {f'{section}.{near[0]}'.lstrip('.')}?"
-    # If no key of this section is similar, suggest another library's name, but only if that is very similar.
+    # Without a similar key in this section, another library's name is suggested, but only if it is very similar.
     if named := named or get_close_matches(key, ELSEWHERE, 1, cutoff=0.85):
         return f"{fault}; did you mean {ELSEWHERE[named[0]]}? It corresponds to {named[0]} in other libraries."
     for name, keys in sections.items():
@@ -394,7 +387,7 @@ def _replaced(settings: Any, path: list[str], value: Any, whole: str, root: Any)
 
 
 def parsed(text: str) -> Any:
-    """The value of a text: JSON where that is possible, else the text itself."""
+    """Parse a text as JSON if that is possible; otherwise the text itself is the value."""
     try:
         return json.loads(text)
     except ValueError:

@@ -1,4 +1,4 @@
-"""`TensorCount`: the bytes of live tensors, and the most of them at once, on any device."""
+"""`TensorCount`: counts the bytes of live tensors and their peak, on any device."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class TensorCount(TorchDispatchMode):
 
     Attributes:
         live: bytes of the counted tensors that are alive.
-        peak: the most that ``live`` was since the last :meth:`restart`.
+        peak: the largest value of ``live`` since the last :meth:`restart`.
     """
 
     def __init__(self) -> None:

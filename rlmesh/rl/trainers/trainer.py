@@ -89,7 +89,7 @@ class Trainer:
         self.samples.close()
 
     def make_buffer(self, loader: PromptLoader) -> Any:
-        """The groups between sampling and training: a `RunSampling`, or an object with its methods."""
+        """Make the buffer between sampling and training: a `RunSampling`, or an object with its methods."""
         rewarded = self.algorithm.rewarded
         return RunSampling(
             self.settings, loader, lambda groups: self.score(self.rewards, groups),
@@ -110,8 +110,8 @@ class Trainer:
             self.export()
 
     def fit(self) -> None:
-        """All steps that remain, or those up to a stop of the job. When a model in training restarts, all of them
-        go back to the same checkpoint."""
+        """Make the steps until the run or the job ends. If a model in training restarts, all of them return to one
+        checkpoint."""
         ready = False
         while not ready or self.version < self.settings.steps:
             try:
@@ -128,7 +128,7 @@ class Trainer:
                 ready = False
 
     def step(self, step: int) -> None:
-        """One step: take scored samples, evaluate, train, save, publish, report. Engines sample for later steps
+        """Make a step: take scored samples, evaluate, train, save, publish, report. Engines sample for later steps
         meanwhile, as far as the pipeline allows."""
         self.phases.begin()
         seed_generators(self.settings.seed, step, ("TRAINER",))
@@ -163,7 +163,7 @@ class Trainer:
     # Stages of a step.
 
     def connect(self) -> None:
-        """Let the buffer sample by the engines. A trainer with its own `draw` samples by that."""
+        """Let the buffer sample with the engines or, if the trainer has a `draw` of its own, with `draw`."""
         run, in_turn, own = self.settings, self.in_turn, self.samples_itself
         group, sync = self.group("ROLLOUT") or self.actor, None if in_turn or own else self.weight_sync
         self.buffer.connect(
@@ -183,15 +183,14 @@ class Trainer:
         return self.episodes.make(prompts, rows, self.sampling(greedy=greedy, seed=seed, temperature=temperature))
 
     def sampling(self, *, greedy: bool, seed: int, temperature: float | None) -> SamplingParams:
-        """Parameters of sampling: at the temperature of training, at ``temperature``, or greedy."""
+        """Parameters of sampling: greedy, or at ``temperature`` (None: the temperature of training)."""
         params = self.settings.rollout.params(greedy=greedy, seed=seed)
         return params if temperature is None or greedy else replace(params, temperature=temperature)
 
     def generate(
         self, prompts: Sequence[list[int]], *, greedy: bool = False, seed: int = 0, temperature: float | None = None
     ) -> list[Episode]:
-        """One episode per prompt, sampled (at the temperature of training, or at ``temperature``) or greedy. The
-        prompts are spread over the engines."""
+        """One episode per prompt, from all engines; greedy, or at ``temperature`` (None: that of training)."""
         params = self.sampling(greedy=greedy, seed=seed, temperature=temperature)
         for _ in range(PUSHES):
             try:
@@ -201,7 +200,7 @@ class Trainer:
         raise RuntimeError(f"an engine has no weights after {PUSHES} pushes")
 
     def draw(self, prompts: Sequence[list[int]], params: SamplingParams) -> list[Episode]:
-        """One episode per prompt, from the engines as they are, with a seed of its own.
+        """One episode per prompt, each with its own seed, from the engines with their present weights.
 
         Raises:
             WeightsNotReady: an engine has no weights.
@@ -211,7 +210,7 @@ class Trainer:
         return [Episode.of(samples[0]) for samples in found]
 
     def score(self, rewards: Rewards, groups: Sequence[Group]) -> list[Group]:
-        """The same groups, with the outcome of each reward in their episodes."""
+        """Score all episodes; returns the groups with the outcome of each reward."""
         if self.settings.reward_models:
             self.hold(None)  # a reward model may need the devices
         return rewards.score(groups)
@@ -219,8 +218,7 @@ class Trainer:
     def evaluate(self, groups: Sequence[Group]) -> tuple[dict[str, list[Packs]], Evaluated]:
         """Pack the groups, and ask the roles for what the algorithm needs: log-probabilities, values, greedy rewards.
 
-        Returns:
-            by model in training (``actor``, ``critic``), the packs of its ranks; and the batch with the roles' answers.
+        Returns: the packs of each model in training (``actor``, ``critic``), and the batch with the roles' answers.
         """
         episodes = Group.episodes_of(groups)
         numbers = [number for number, group in enumerate(groups) for _ in group.episodes]
@@ -243,7 +241,7 @@ class Trainer:
         needs = self.algorithm.needs
         if "reference" in needs and self.reference is self.actor:
             ask("ref_log_probs", self.actor, "reference_log_probs", packs["actor"])
-        # After the first optimizer step of a pass, the old log-probabilities are gone: they are read before it.
+        # The old log-probabilities cannot be computed after the first optimizer step of a pass.
         if self.algorithm.reads_log_probs or self.settings.actor.minibatches > 1:
             ask("log_probs", self.actor, "log_probs", packs["actor"], self.version)
         if "reference" in needs and self.reference is not self.actor:
@@ -266,15 +264,15 @@ class Trainer:
         return [self.rewards.total(episode) for episode in Group.episodes_of(self.score(self.rewards, made))]
 
     def ask(self, role: Any, method: str, packs: Packs, *given: Any) -> Any:
-        """Call a method of all members of a role. Each gets its rank's packs, or, if the packs were made for another
-        number of ranks, an equal part of all packs. ``given`` is the same for all."""
+        """Call a method of all members of a role. Each gets the packs of its rank or, if the packs were made for
+        another number of ranks, an equal part of them. ``given`` is the same for all."""
         shares = batches.parts_of(packs, len(role))
         return role.call(method, shares, *([each] * len(shares) for each in given), _scatter=True)
 
     def train(self, packs: dict[str, list[Packs]], batch: Evaluated, weights: TokenWeights) -> dict[str, float]:
         """Make the optimizer steps of all epochs. Returns the roles' metrics, and the gap between the log-probabilities
         of rollout engine and actor."""
-        # The actor's update comes last: on shared devices it has its turn right before the push.
+        # The actor updates last: on shared devices, its turn is right before the push.
         calls = []
         for name, role, section in reversed(self.trained()):
             steps = [batches.shares_of(one, batch, weights, minibatches=section.minibatches) for one in packs[name]]
@@ -297,7 +295,7 @@ class Trainer:
 
     def gap(self, log_probs: torch.Tensor, batch: Evaluated) -> dict[str, float]:
         """The gap between the log-probabilities of rollout engine and actor, and whether it is an alarm."""
-        # Log-probabilities of other weights differ rightly.
+        # Older weights have other log-probabilities, which is no fault.
         same = batch.mask if batch.current is None else batch.mask & batch.current.unsqueeze(1)
         alarms = self.alarm.check(drift(log_probs, batch.sampled_log_probs, same), version=self.version)
         if self.settings.schedule.staleness:
@@ -322,7 +320,7 @@ class Trainer:
         self._push(lambda: self.weight_sync.push(self.version).result())
 
     def push_again(self) -> None:
-        """Push the current version to the engines that do not serve it."""
+        """Push the current version to engines that do not serve it."""
         self.validation.require_foreground()
         self.hold(None)
         if self.engines is self.actor:
@@ -331,12 +329,12 @@ class Trainer:
             self._push(self.weight_sync.catch_up)
 
     def _push(self, push: Callable[[], object]) -> None:
-        """Make a push, and make it again if an engine is lost meanwhile: the next attempt leaves it out."""
+        """Make a push; repeat it if an engine dies meanwhile: the next attempt leaves this engine out."""
         wait_s = self.settings.rollout.deadline_s
         push_to_all(push, lambda: self.hold(self.engines), lambda: self.hold(None), wait_s=wait_s)
 
     def finish(self, step: int, metrics: dict[str, float]) -> None:
-        """Validate and report, note on disk that the step is done, and complete its checkpoint."""
+        """Validate and report, write to disk that the step is finished, and complete its checkpoint."""
         settings = self.settings
         if self.validation.due(step) and not self.validation.postpone(step):
             metrics |= self.validate()
@@ -346,7 +344,7 @@ class Trainer:
         self.checkpoints.finish(step, self.last)
 
     def stops(self) -> bool:
-        """True if the job stops after this step, such as before the end of its time; then the step has a checkpoint."""
+        """True if the job stops after this step, for example because its time ends; the step then has a checkpoint."""
         if current_worker().step_boundary(self.version) is None:
             return False
         if self.checkpoints.writer.wait() and self.checkpoints.store.latest_step != self.version:
@@ -356,11 +354,11 @@ class Trainer:
         return True
 
     def validate(self) -> dict[str, float]:
-        """Rewards of responses to the validation prompts, by the engines' weights; empty without validation data."""
+        """Metrics of a validation of the engines' weights; empty without validation data."""
         return self.validation.run(self.version)
 
     def export(self) -> None:
-        """Leave the trained policy as a folder, and the last metrics as JSON."""
+        """Write the trained policy to a folder, and the last metrics as JSON."""
         folder = self.run_dir / MODEL
         self.actor.call("export", str(folder)).result()
         self.tokenizer.save_pretrained(folder)
@@ -370,7 +368,7 @@ class Trainer:
     # Roles, and restarts.
 
     def stateful(self) -> dict[str, Any]:
-        """The objects whose states belong to checkpoints, if they are `Stateful`, by name. Override it to add more."""
+        """Objects by name; the states of those that are `Stateful` belong to checkpoints. Override this to add more."""
         own = {"buffer": self.buffer, "algorithm": self.algorithm, "alarm": self.alarm, "hacking": self.reward_alarm}
         inline = [one for one in self.settings.scored if isinstance(one, Reward) and one.inline]
         return {**own, **{f"reward {one.name}": one.function for one in inline}}
@@ -395,7 +393,8 @@ class Trainer:
 
     @cached_property
     def engines(self) -> Any:
-        """The members that sample: those of the actor if the job has no others (`ActorRollout`)."""
+        """The members that sample: the rollout engines or, in a job without them, the actor's members
+        (`ActorRollout`)."""
         return self.group("ROLLOUT").options(idempotent=True) or self.actor
 
     def serving(self) -> Any:
@@ -410,7 +409,8 @@ class Trainer:
 
     @cached_property
     def reference(self) -> Any:
-        """The members that keep the reference: those of the actor if the job has no others (`ActorRolloutRef`)."""
+        """The members with the reference: its own role or, in a job without it, the actor's members
+        (`ActorRolloutRef`)."""
         return self.group("REFERENCE").options(idempotent=True) or self.actor
 
     def trained(self) -> list[tuple[str, Any, Any]]:
@@ -427,7 +427,7 @@ class Trainer:
         return found
 
     def hold(self, role: Any) -> None:
-        """Let a role keep the devices that it shares with others, until `hold` is called for another role or None."""
+        """Let a role keep its shared devices until `hold` is called for another role or None."""
         if role is self.holder or not self.shares:
             return
         if self.holder is not None:
@@ -444,7 +444,7 @@ class Trainer:
 
     @property
     def samples_itself(self) -> bool:
-        """True if the trainer has a `draw` of its own, by which it samples in the place of the engines."""
+        """True if the trainer has a `draw` of its own, which samples in place of the engines."""
         return type(self).draw is not Trainer.draw
 
     @property
@@ -453,8 +453,8 @@ class Trainer:
         return self.engines is self.actor or self.shares
 
     def begin(self) -> None:
-        """Bring all models in training to the same step, and publish the weights; at step 0, or if the
-        validation of the step is missing, validate."""
+        """Bring all models in training to the same step, and publish the weights. Validate at step 0, or if the step
+        lacks its validation."""
         before, self.holder = self.version, None
         self.connect()
         self.buffer.pause()
@@ -480,7 +480,7 @@ class Trainer:
 
     @cached_property
     def weight_sync(self) -> WeightSync:
-        """From the actor's ranks to the engines that do not restart at the moment."""
+        """The weight sync from the actor's ranks to the engines that are not restarting now."""
         return WeightSync(self.actor, self.engines, allow_cast=self.settings.rollout.casts, wait_for_restarts=False)
 
     @cached_property
@@ -492,5 +492,5 @@ class Trainer:
         return [data[place] for place in range(len(data))]
 
     def text_of(self, ids: Sequence[int]) -> str:
-        """The text of tokens, for people who read samples."""
+        """The text of tokens, for samples that people read."""
         return str(self.tokenizer.decode(ids, skip_special_tokens=False))

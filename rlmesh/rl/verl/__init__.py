@@ -1,4 +1,4 @@
-"""The names of verl's PPO example, for programs that are written with them.
+"""The names of verl's PPO example, for programs that use them.
 
 ::
 

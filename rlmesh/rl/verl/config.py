@@ -22,7 +22,7 @@ ENGINES = {"fsdp": "fsdp2", "fsdp2": "fsdp2", "ddp": "ddp", "zero1": "zero1", "z
 ROLLOUTS = {"hf": "transformers", "transformers": "transformers", "vllm": "vllm", "vllm-async": "vllm-async"}
 ACTOR, CRITIC, ROLLOUT = "actor_rollout_ref.actor", "critic", "actor_rollout_ref.rollout"
 BATCH = 16
-"""Prompts per step where the configuration has no number: the default of `Run`."""
+"""Prompts per step if the configuration does not say it: the default of `Run`."""
 SECTION = {
     "optim.lr": "lr",
     "optim.lr_warmup_steps": "warmup_steps",
@@ -74,12 +74,12 @@ def read(config: Any, key: str, default: Any = None) -> Any:
 
 
 def run_settings_of(config: Any, tokenizer: Any) -> dict[str, Any]:
-    """Arguments of `Run`, without rewards. Keys that nothing reads are named in the log.
+    """The arguments of `Run` without rewards. The log names keys that are not read.
 
     Args:
         config: mappings, OmegaConf's containers or objects with attributes.
-        tokenizer: of the model. If the length is given in epochs only, it is used to count the prompts that are short
-            enough.
+        tokenizer: the model's tokenizer. It counts the prompts that are short enough, if the length of the run is given
+            in epochs.
 
     Raises:
         NotImplementedError: the strategy or the advantage estimator does not exist here; the message names it.
@@ -88,7 +88,7 @@ def run_settings_of(config: Any, tokenizer: Any) -> dict[str, Any]:
     from rlmesh.rl.trainers.settings import ActorSettings, CriticSettings, RolloutSettings
 
     found = {own: value for key, own in KEYS.items() if (value := read(config, key)) is not None}
-    if found.get("rollout.top_k") == -1:  # verl's word for all tokens
+    if found.get("rollout.top_k") == -1:  # in verl, -1 stands for all tokens
         found["rollout.top_k"] = 0
     faults = [*_faults(config)]
     for key, own in (("trainer.save_freq", "save_every"), ("trainer.test_freq", "validate_every")):

@@ -26,7 +26,7 @@ class _Roles(type):
     def _add(cls, name: str, value: int) -> Role:
         if name in cls.names():
             raise UsageError(f"{cls.__name__} has a role {name!r} already")
-        member: Role = object.__new__(cls)  # type: ignore[arg-type]  # `Role(…)` looks a member up
+        member: Role = object.__new__(cls)  # type: ignore[arg-type]  # `Role(…)` looks up a member
         member.name, member.value = name, value
         cls._own[name] = member
         setattr(cls, name, member)
@@ -58,7 +58,7 @@ class _Roles(type):
 
 
 class Role(metaclass=_Roles):
-    """A part of a training that workers carry out. A role has a ``name`` and a ``value``, as a member of an Enum has.
+    """A part of a training that workers carry out. It has a ``name`` and a ``value``, like a member of an Enum.
 
     Add roles by ``Role.extend("Teacher")``, or in a class that inherits from this one::
 

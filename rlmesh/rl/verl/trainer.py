@@ -1,4 +1,4 @@
-"""`RayPPOTrainer`: a PPO training that is described by roles, workers and pools of devices."""
+"""`RayPPOTrainer`: a PPO training, described by roles, workers and pools of devices."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class VerlRun(Run):
 
     Attributes:
         manager: scores the responses in training, unless a reward model does; ``None``: ``rewards`` score them.
-        validation_manager: scores the responses in validation: a `Rewards`, or what ``Run.rewards`` takes; ``None``:
+        validation_manager: scores the responses in validation: a `Rewards`, or a value for ``Run.rewards``; ``None``:
             they are scored as in training.
     """
 
@@ -84,7 +84,7 @@ class WaitingTrainer(Trainer):
         self._begun.set()
 
     def run(self) -> None:
-        # After a restart of this process, nobody calls `let_begin` again.
+        # `let_begin` is not called again after a restart of this process.
         if not (self.run_dir / BEGUN).exists() and not self._begun.wait(FIT_WAIT_S):
             raise UsageError(f"fit() was not called within {FIT_WAIT_S:g} s after init_workers()")
         super().run()
@@ -106,7 +106,7 @@ class RayPPOTrainer:
 
     Raises:
         NotImplementedError: the strategy or the advantage estimator does not exist here; the message names it. Or
-            ``ray_worker_group_cls`` is for Megatron-LM.
+            ``ray_worker_group_cls`` is the one for Megatron-LM.
         UsageError: lists the other faults.
     """
 

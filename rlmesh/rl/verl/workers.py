@@ -12,7 +12,7 @@ __all__ = ["ActorRolloutRefWorker", "CriticWorker", "NVMegatronRayWorkerGroup", 
 
 
 class ActorRolloutRefWorker:
-    """Policy, rollout engine and reference, or some of them. The role to which the class is mapped decides which ones.
+    """Policy, rollout engine and reference, or some of these: the role that the class is mapped to decides.
 
     To change one, write a subclass of its class in `rlmesh.rl.roles`, and put it into ``parts``::
 
@@ -44,4 +44,4 @@ class RayWorkerGroup:
 
 
 class NVMegatronRayWorkerGroup(RayWorkerGroup):
-    """Stands for training by Megatron-LM, for which there is no engine yet: `RayPPOTrainer` refuses it."""
+    """Stands for training with Megatron-LM, for which there is no engine yet: `RayPPOTrainer` refuses it."""

@@ -11,8 +11,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from gymnasium.utils import EzPickle
 
 from rlmesh.envs import MultiAgentBatch, MultiAgentEnvRunner, PPOConfig
+from rlmesh.envs.runners.kept_episodes import EpisodeKeeper, go_on
 from rlmesh.errors import UsageError
 
 from .environments import Anything, Convoy, Event, Fragile, Scripted, Turns, Waiting
@@ -55,6 +57,31 @@ def test_batches_are_those_of_one_process() -> None:
         assert len({*there.foreach_env(lambda env: os.getpid()), os.getpid()}) == 3
         episodes = [runner.sample(num_episodes=3) for runner in (here, there)]
         assert_equal(*episodes)
+
+
+class Forgetful(Scripted, EzPickle):
+    """Comes back from a pickle as it was made."""
+
+    def __init__(self) -> None:
+        EzPickle.__init__(self)
+        Scripted.__init__(self, [ALTERNATING])
+
+
+@pytest.mark.parametrize("mode", ["local", "async"])
+def test_the_episodes_of_a_dead_runner_go_on(mode: str, caplog: pytest.LogCaptureFixture) -> None:
+    with runner_of(lambda context: Scripted([ALTERNATING]), mode) as runner:
+        runner.sample(5)
+        kept = EpisodeKeeper(runner).after(10.0)
+        expected = runner.sample(7)
+    assert kept is not None
+    with runner_of(lambda context: Scripted([ALTERNATING]), "local") as new:
+        go_on(new, kept, False)
+        assert_equal(new.sample(7), expected)
+    with runner_of(lambda context: Forgetful(), mode) as runner:
+        runner.sample(5)
+        assert EpisodeKeeper(runner).after(10.0) is None
+        assert "envs" not in runner.get_state()
+        assert "Forgetful inherits EzPickle" in caplog.text
 
 
 def test_all_environments_step_at_once(tmp_path: Path) -> None:

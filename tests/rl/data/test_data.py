@@ -91,17 +91,27 @@ def test_compressed_lines_are_read(tmp_path: Path) -> None:
         read_rows(tmp_path)
 
 
+def test_a_byte_order_mark_is_no_part_of_the_data(tmp_path: Path) -> None:
+    for name, text in (("a.jsonl", '{"prompt": "é"}\n'), ("b.json", '[{"prompt": "é"}]')):
+        (tmp_path / name).write_text(text, encoding="utf-8-sig")
+        assert read_rows(tmp_path / name) == [{"prompt": "é"}]
+
+
 def test_files_that_cannot_be_read_are_named(tmp_path: Path) -> None:
     (tmp_path / "train.parquet").write_bytes(b"no parquet")
     (tmp_path / "a.jsonl").write_text('{"prompt": "x"}\n{"prompt": \n')
     (tmp_path / "b.json").write_text('{"prompt": "x"}')
     (tmp_path / "c.csv").write_text("prompt\n")
+    for name in ("latin.jsonl", "latin.json"):
+        (tmp_path / name).write_bytes('[{"prompt": "é"}]'.encode("latin-1"))
     (tmp_path / "empty").mkdir()
     for name, message in {
         "train.parquet": "is no parquet file that can be read",
-        "trian.parquet": r"there is no data file .*did you mean train\.parquet",
+        "trian.parquet": r"there is no data file .*did you mean .*train\.parquet",
         "nowhere/x.parquet": "there is no folder",
         "a.jsonl": r"a\.jsonl:2 is no JSON",
+        "latin.jsonl": r"latin\.jsonl cannot be read",
+        "latin.json": r"latin\.json cannot be read",
         "b.json": "must hold a list of rows, it holds dict",
         "c.csv": "the suffix must be one of .parquet",
         "empty": "has no .parquet",

@@ -195,7 +195,7 @@ def test_prompts_that_changed_come_with_the_greatest_change_first(run_dir: Path)
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--filter", "reword<1"], "no column 'reword'; did you mean reward?"),
+        (["--filter", "reword<1"], "no column 'reword'; did you mean 'reward'?"),
         (["--filter", "reward"], "'reward' is no condition"),
         (["--filter", "reward<many"], "reward is a number, 'many' is none"),
         (["--filter", "prompt<3"], "prompt is a text"),

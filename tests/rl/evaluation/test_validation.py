@@ -257,7 +257,8 @@ def test_the_seed_of_a_response_does_not_depend_on_the_engines() -> None:
             return samples
 
         made = trainer()
-        made.__dict__["engines"] = SimpleNamespace(call_batch=call_batch)
+        made.__dict__["engines"] = SimpleNamespace(call_batch=call_batch, role="ROLLOUT", ranks=())
+        made.__dict__["weight_sync"] = SimpleNamespace(served=())
         made.settings.rollout = SimpleNamespace(params=lambda greedy, seed: SamplingParams(4, seed=seed))
         made.generate([[number] for number in range(6)], seed=5)
         return [found[number] for number in range(6)]

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from rlmesh.errors import UsageError
-from rlmesh.rl.rewards import Reward, Rewards, gsm8k
+from rlmesh.rl.rewards import Reward, RewardModel, Rewards, gsm8k
 from rlmesh.rl.rewards.outcomes import combine, metrics_of, to_outcome
 from rlmesh.rl.types import Abstain, Episode, Failed, Group, Score, Turn
 
@@ -142,8 +142,11 @@ def test_what_functions_return_becomes_an_outcome() -> None:
         to_outcome(True) == Score(1.0) and to_outcome(np.float32(0.5)) == Score(0.5) and to_outcome(None) == Abstain()
     )
     assert to_outcome({"score": 1, "steps": 3, "text": "x"}) == Score(1.0, {"steps": 3.0})
-    for wrong in ("1.0", [1.0], {"reward": 1}, math.inf, {"score": "x"}):
+    for wrong in ("1.0", [1.0], {"reward": 1}, math.inf, {"score": "x"}, {"score": 1, "steps": math.nan}):
         assert isinstance(to_outcome(wrong), Failed)
+    for metric in ("x", math.nan, None):
+        with pytest.raises(ValueError, match="metric 'steps' of a score is a finite number"):
+            Score(1.0, {"steps": metric})  # type: ignore[dict-item]
 
 
 def test_one_failure_fails_the_sum_and_abstentions_are_left_out() -> None:
@@ -170,14 +173,21 @@ def test_rewards_with_wrong_arguments_are_refused_by_name() -> None:
     def mixed(sample: Any, rows: Any) -> float:
         return 0.0
 
-    with pytest.raises(UsageError, match=r"parameter 'solution' without a default \(did you mean 'solution_str'\?\)"):
+    with pytest.raises(UsageError, match=r"parameter 'solution' without a default; .*did you mean 'solution_str'\?"):
         Reward(wrong)
-    with pytest.raises(UsageError, match="looks at nothing"):
+    with pytest.raises(UsageError, match="takes no input"):
         Reward(nothing)
-    with pytest.raises(UsageError, match="single values and lists at once"):
+    with pytest.raises(UsageError, match="mixes parameters of one response and of many"):
         Reward(mixed)
     with pytest.raises(UsageError, match="a reward is a function"):
         Reward("gsm8k")  # type: ignore[arg-type]
+    for number in ("1", math.nan, True, None):
+        with pytest.raises(UsageError, match=r"'brief': weight=.* must be a finite number"):
+            Reward(brief, weight=number)  # type: ignore[arg-type]
+        with pytest.raises(UsageError, match=r"'brief': timeout_s=.* must be a number > 0"):
+            Reward(brief, timeout_s=number)  # type: ignore[arg-type]
+        with pytest.raises(UsageError, match=r"weight=.* must be a finite number"):
+            RewardModel("judge", weight=number)  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="two rewards are named brief"):
         Rewards([Reward(brief), Reward(brief)], Letters())
     with pytest.raises(UsageError, match="no reward given"):

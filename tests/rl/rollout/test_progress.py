@@ -10,7 +10,7 @@ from typing import Any
 from rlmesh import rpc
 from rlmesh.rl.engines.growing import Growing
 from rlmesh.rl.engines.rollout import SamplingParams
-from rlmesh.rl.roles.playing import PlaysEpisodes
+from rlmesh.rl.roles.sampling import SamplingRole
 from rlmesh.rl.rollout.role_engines import progress_of
 from rlmesh.runtime.connections.address_book import AddressBook, MemberAddress, member_name
 from rlmesh.runtime.group import RoleGroup
@@ -21,14 +21,14 @@ from tests.settling import settle
 KEY = b"0123456789abcdef0123456789abcdef"
 
 
-class Samples(PlaysEpisodes):
+class Samples(SamplingRole):
     """A member whose request lasts until it is told otherwise."""
 
     def __init__(self) -> None:
         self.begun, self.ends = threading.Event(), threading.Event()
 
     @rpc
-    def sample_in_turn(self) -> bool:
+    def wait_for_end(self) -> bool:
         self.begun.set()
         return self.ends.wait(HANG_S)
 
@@ -50,7 +50,7 @@ def test_a_busy_member_says_that_it_samples_on() -> None:
                 runtime.set_address_book(AddressBook(1, book))
             settle(*started)
             group: RoleGroup[Any] = RoleGroup("ROLLOUT", runtime=caller)
-            answer = group[0].call("sample_in_turn")
+            answer = group[0].call("wait_for_end")
             assert members[0].begun.wait(HANG_S)
             before = progress_of(group)
             assert list(before) == [0]

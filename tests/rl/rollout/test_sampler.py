@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from rlmesh.errors import PeerLost, Restarting
-from rlmesh.rl.rollout.asking import EngineLoads
 from rlmesh.rl.rollout.buffer import GroupSlot, SampleBuffer
+from rlmesh.rl.rollout.engine_loads import EngineLoads
 from rlmesh.rl.rollout.judging import judge
 from rlmesh.rl.rollout.ledger import LEDGER, Ledger, faults_of, read_rows
 from rlmesh.rl.rollout.pipeline import Pipeline
@@ -392,6 +392,8 @@ def test_a_group_without_a_reward_is_replaced(tmp_path: Path) -> None:
     with loop(tmp_path, FakeEngines(1), "sync", score=score) as made:
         made.run()
         assert made.taken[0] == [0, 1, 3, 4] and faults_of(made.path) == []
+        assert made.reports[0]["buffer/failed"] == 1
+        assert len(made.notes) == 1 and "position 2 (epoch 0" in made.notes[0] and "reason='no'" in made.notes[0]
 
 
 @pytest.mark.parametrize("pipeline", ["sync", "async"])

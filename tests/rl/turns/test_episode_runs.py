@@ -100,7 +100,7 @@ WRONG: Any = "ignore"
         ({"tools": ["search"]}, "tools: a tool is a function, got str"),
         ({"agent": "solve"}, "agent='solve' is no function"),
         ({"agent": deaf_agent}, "agent=deaf_agent has no parameter base_url"),
-        ({"agent": misspelt_agent}, "has a parameter 'base_ulr' without a default (did you mean 'base_url'?)"),
+        ({"agent": misspelt_agent}, "; did you mean 'base_url'?"),
         ({"episode": EpisodeSettings(max_turns=0)}, "episode.max_turns=0 must be ≥ 1"),
         ({"episode": EpisodeSettings(turn_timeout_s=0)}, "episode.turn_timeout_s=0 must be a number of seconds"),
         ({"episode": EpisodeSettings(tool_errors=WRONG)}, "tool_errors='ignore' must be one of 'message', 'fail'"),

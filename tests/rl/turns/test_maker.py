@@ -148,6 +148,12 @@ class Guess:
         self.closed.append(self.secret)
 
 
+def test_tool_calls_of_a_wrong_type_fail_the_episode(play: Any) -> None:
+    wrong: Any = lambda text: [text]  # noqa: E731
+    (episode,) = play(lambda text, _: "add", [CHAT], tools=(Tool(add),), settings={"tool_calls": wrong})
+    assert "episode 0 turn 1: tool_calls returns a list of ToolCall(name, arguments), not 'add'" in episode.failure
+
+
 def guesses(text: str, params: SamplingParams) -> str:
     return str(4 + text.count("higher") - text.count("lower"))
 

@@ -30,11 +30,12 @@ class Set:
     Attributes:
         source: its usual name, which becomes ``data_source``.
         columns: the columns of its files.
-        row: one row of its files → prompt, ground truth (``None``: a reward model scores), and further data to keep.
-        truth: the column with the right answers, if it is empty in some split (the test split of a competition), which
-            is then left out; ``""``: every split has its answers.
-        subsets: folders are parts of the set, and are read together; False: they are versions of it, and one must be
-            chosen.
+        row: function from one row of its files to the prompt, the ground truth (``None``: a reward model scores the
+            responses), and further data to keep.
+        truth: the column with the right answers, for sets that lack them in some split (such as the test split of a
+            competition); such a split is left out. ``""``: every split has answers.
+        subsets: True: folders are parts of the set, and are read together. False: they are versions of the set, of
+            which one must be chosen.
     """
 
     source: str
@@ -107,7 +108,7 @@ def prepare(name: str, source: Path, target: Path) -> dict[str, int]:
     """Write one parquet file per split.
 
     Args:
-        name: of `SETS`.
+        name: a key of `SETS`.
         source: a file, or a folder. The split of a file follows from a folder or file name with the word ``train``,
             ``test``, ``validation``, ``val`` or ``dev``: ``train.jsonl``, ``hellaswag_val.jsonl``,
             ``test-00000-of-00001.parquet``, ``train/algebra/1.json``, ``helpful-base/train.jsonl.gz``.

@@ -1,5 +1,7 @@
-"""`ModuleEngine`: the common part of all engines. Engines of torch add the wrapping of the model; DeepSpeed's engine
-also adds the computation and application of gradients."""
+"""`ModuleEngine`: the common part of all training engines.
+
+The subclasses for torch add the wrapping of the model; DeepSpeed's engine also adds the computation and application of
+gradients."""
 
 from __future__ import annotations
 
@@ -42,7 +44,7 @@ BASE = "base"
 
 class ModuleEngine(ABC):
     """See `TrainingEngine` for the methods. Subclasses set ``model``, the module that is called, and ``plain``, the
-    module inside it, whose names are used; `_adapted` gives the latter."""
+    module inside it (from `_adapted`), which has the names of the weights."""
 
     model: nn.Module
     plain: nn.Module
@@ -54,14 +56,14 @@ class ModuleEngine(ABC):
         self._offloaded: Offloaded | None = None
         self._saver = SavingThread()
         self._stage = HostStage()
-        # Checkpoints are written during training: their collectives need a group of their own.
+        # Checkpoints are written while training continues, so their collectives need their own group.
         self._side = ranks.side_group()
-        # The number of passes is agreed upon without the device.
+        # The ranks agree on the number of passes on the CPU.
         self._control = ranks.side_group()
         self._base_sums: Tensor | None = None
 
     def _adapted(self, model: nn.Module) -> nn.Module:
-        """The model with the adapter of the options, or itself."""
+        """The model, with an adapter if the options have one."""
         if self.options.lora is None:
             return model
         adapted = add_adapter(model, self.options.lora)
@@ -122,16 +124,16 @@ class ModuleEngine(ABC):
             return [function(part.inputs) for part in passes][: len(packs)]
 
     def _passes(self, packs: int) -> int:
-        """The number of passes over packs: that of the rank with the most packs."""
+        """The number of passes: the number of packs of the rank with the most packs."""
         return max(1, ranks.largest(packs, self._control))
 
     def _parts(self, rows: int) -> int:
-        """The number of micro-batches: that of the rank with the most rows."""
+        """The number of micro-batches of the rank with the most rows."""
         size = self.options.micro_batch_size or max(rows, 1)
         return max(1, ranks.largest(-(-rows // size), self._control))
 
     def _autocast(self) -> torch.autocast:
-        """The autocast context, for engines whose wrapper does not set the precision itself."""
+        """The autocast context of a pass, for engines whose wrapper does not set the precision."""
         return torch.autocast(self.device.type, torch.bfloat16, enabled=False)
 
     # Training.
@@ -166,8 +168,9 @@ class ModuleEngine(ABC):
     def _finish_step(self, checks: CollectedChecks, sums: Mapping[str, Tensor]) -> tuple[float, dict[str, float]]:
         """Check and apply the gradient; returns its norm, and the sums over the ranks.
 
-        The results of all checks, the sums and the norm come from the device in one transfer. The ranks learn of each
-        other's failed checks with the sums, so that none applies a gradient, or waits, after a check failed on another.
+        The results of all checks, the sums and the norm come from the device in one transfer. The ranks exchange failed
+        checks together with the sums, so that no rank applies a gradient, or waits, after a check failed on another
+        rank.
         """
         failures = checks.failures(self.device)
         shares = torch.stack([*sums.values(), failures.sum()]).double()
@@ -184,7 +187,7 @@ class ModuleEngine(ABC):
         return found, dict(zip(sums, known, strict=False))
 
     def _clipped_norm(self) -> Tensor:
-        """Clip the gradient; returns its norm before, on the device. Empty: `_apply` clips and gives the norm."""
+        """Clip the gradient; returns its norm before clipping, on the device. Empty if `_apply` clips."""
         return torch.zeros(0, device=self.device)
 
     @abstractmethod
@@ -197,14 +200,14 @@ class ModuleEngine(ABC):
 
     @abstractmethod
     def _backward(self, share: Tensor) -> None:
-        """Add this part's gradient to the sum over parts and ranks."""
+        """Add the gradient of a part to the sum over parts and ranks."""
 
     @abstractmethod
     def _apply(self, norm: float | None) -> float:
         """Check and apply the gradient; returns its norm before clipping.
 
         Args:
-            norm: of `_clipped_norm`.
+            norm: the result of `_clipped_norm`; None: it was empty.
         """
 
     @abstractmethod
@@ -233,7 +236,7 @@ class ModuleEngine(ABC):
     # Memory.
 
     def offload(self, folder: Path | None = None) -> None:
-        if self._offloaded is None:  # a checkpoint under way is written from a copy
+        if self._offloaded is None:  # a checkpoint that is being written has its own copy
             self._forget_gradients()
             file = None if folder is None else Path(folder) / f"rank-{self.rank:05d}.offload"
             self._offloaded = Offloaded(self._memory(), file)
@@ -263,7 +266,7 @@ class ModuleEngine(ABC):
         """Copy the state; returns a function that writes it in the background."""
 
     def _base_state(self) -> dict[str, Tensor]:
-        """The part of a checkpoint by which an adapter recognises its base model."""
+        """The part of a checkpoint that identifies the base model of an adapter."""
         return {} if self._base_sums is None else {BASE: self._base_sums.clone()}
 
     def _require_base(self, state: Mapping[str, Any], folder: Path) -> None:
@@ -283,7 +286,7 @@ class ModuleEngine(ABC):
 class EngineSource:
     """The source of a `WeightSync` for an engine that may be offloaded.
 
-    It is not ``lasting``: sinks may not keep the memory of the weights open, which `offload` would then not free.
+    It is not ``lasting``: if sinks kept the memory of the weights open, `offload` could not free it.
 
     If the engine is never offloaded, ``ModuleSource(engine.plain)`` can be faster on a GPU, since a sink may then keep
     the memory of the weights open.
@@ -311,7 +314,7 @@ class EngineSource:
 def _exportable(tensor: Tensor) -> Tensor:
     """A tensor with a storage of its own over the same memory, for sinks that make a NumPy array of it.
 
-    torch cannot free a storage from which a NumPy array was made: `offload` could not free the engine's own one.
+    Torch cannot free a storage from which a NumPy array was made, so `offload` could not free the engine's own storage.
     """
     if tensor.device.type != "cpu" or not tensor.numel():
         return tensor

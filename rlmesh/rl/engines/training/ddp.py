@@ -39,8 +39,8 @@ class DDPEngine(TorchEngine):
         no_sync: AbstractContextManager[object] = self.model.no_sync()
         return no_sync
 
-    # The wrapper holds buckets as large as all gradients; only dropping the wrapper frees them. NCCL keeps those of the
-    # last reduction until a later collective, so the memory below them is freed here.
+    # The wrapper holds buckets as large as all gradients, which are freed only with the wrapper. NCCL keeps the buckets
+    # of the last reduction until a later collective, so their memory is freed here.
 
     def offload(self, folder: Path | None = None) -> None:
         wrapped, self.model = self.model is not self.plain, self.plain

@@ -1,6 +1,6 @@
-"""Forward passes: from padded sequences to log-probabilities and values of the responses' tokens.
+"""Forward passes from padded sequences to log-probabilities and values of the responses' tokens.
 
-Loss functions use the same passes, so that training and measurement agree.
+Loss functions use the same passes, so that training and evaluation agree.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ __all__ = ["at_least_float32", "position_ids", "response_log_probs", "response_l
 
 
 def position_ids(attention_mask: Tensor) -> Tensor:
-    """Positions ``[batch, time]`` that count real tokens only, so that padding on the left does not shift them."""
+    """Positions ``[batch, time]`` that do not count padding, so that padding on the left does not shift them."""
     return (attention_mask.long().cumsum(-1) - 1).clamp(min=0)
 
 
@@ -32,7 +32,7 @@ def response_logits(model: nn.Module, sequences: Tensor, attention_mask: Tensor,
     Returns:
         ``[batch, width, vocabulary]``.
     """
-    attend = attention_mask[:, :-1]  # the last token predicts no given token
+    attend = attention_mask[:, :-1]  # the last token predicts none of the given tokens
     output: Any = model(
         input_ids=sequences[:, :-1],
         attention_mask=attend.long(),
@@ -67,5 +67,5 @@ def response_values(model: nn.Module, sequences: Tensor, attention_mask: Tensor,
 
 
 def at_least_float32(x: Tensor) -> Tensor:
-    """The same in float32, or in float64 if it is that."""
+    """The tensor in float32; a float64 tensor stays as it is."""
     return x.to(torch.promote_types(x.dtype, torch.float32))

@@ -18,7 +18,7 @@ def use_liger_layers(model: nn.Module, wanted: bool | None) -> bool:
 
     Args:
         model: a transformers model, or a module that has one; on its device.
-        wanted: ``None``: where that is possible.
+        wanted: ``None``: replace them if that is possible.
 
     Returns:
         True if the layers were replaced.
@@ -40,7 +40,7 @@ def use_liger_layers(model: nn.Module, wanted: bool | None) -> bool:
 
 
 def _missing(model: nn.Module) -> str:
-    """The reason for which Liger cannot be used; ``""`` if it can."""
+    """The reason why Liger cannot be used; ``""`` if it can."""
     device = next(model.parameters()).device.type
     if device != "cuda":
         return f"Liger's kernels need a GPU, and the model is on the {device}"

@@ -1,7 +1,7 @@
 """`Offloaded`: memory that was moved off a device, and can be restored.
 
-It moves storages, below tensors: parameters, views of flat buffers, optimizer state and all references to them stay the
-same objects, and only have no memory in the meantime.
+It moves the storages of tensors: parameters, views of flat buffers, optimizer state and all references to them stay the
+same objects, but have no memory in the meantime.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 def own_memory(tensors: Iterable[Tensor]) -> None:
     """Copy each tensor whose memory cannot be freed (a mapped file, memory of another library).
 
-    Tensors that share such memory must be one object.
+    Tensors that share such memory must be the same object.
     """
     for tensor in tensors:
         local = _local(tensor)
@@ -32,19 +32,19 @@ def own_memory(tensors: Iterable[Tensor]) -> None:
 
 def free_unused_gpu_memory() -> None:
     """Return the memory that torch keeps without using it to the GPU, for other processes."""
-    clear_workspaces()  # they would hold the segments that they are in
+    clear_workspaces()  # workspaces would keep their segments from being freed
     torch.cuda.empty_cache()
 
 
 def clear_workspaces() -> None:
-    """Free the workspaces of cuBLAS, which are made again when they are needed."""
+    """Free the workspaces of cuBLAS, which makes new ones when it needs them."""
     clear = getattr(torch._C, "_cuda_clearCublasWorkspaces", None)
     if clear is not None:
         clear()
 
 
 class Offloaded:
-    """The storages below ``tensors``, moved off their device.
+    """The storages of ``tensors``, moved off their device.
 
     Args:
         tensors: all tensors that use the memory; several may share it.
@@ -59,7 +59,7 @@ class Offloaded:
                 storages[storage._cdata] = storage
         fixed = sum(storage.nbytes() for storage in storages.values() if not storage.resizable())
         if fixed:
-            # NumPy arrays refer to that memory, so torch must not free it.
+            # NumPy arrays refer to this memory, so torch must not free it.
             log.warning("%d bytes stay where they are: NumPy arrays were made of these tensors", fixed)
         self._storages = [storage for storage in storages.values() if storage.resizable()]
         self._sizes = [storage.nbytes() for storage in self._storages]
@@ -128,11 +128,11 @@ def _write(file: Path, storages: Iterable[torch.UntypedStorage]) -> None:
     """Write the storages to a file; if the disk is full, no file is left and the memory is unchanged."""
     file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     try:
-        # A new private file: a link or file that others have put there is not written to.
+        # A new private file, so that nothing is written to a link or file of another user.
         file.unlink(missing_ok=True)
         with open(file, "xb", opener=lambda path, flags: os.open(path, flags | os.O_NOFOLLOW, 0o600)) as stream:
             for storage in storages:
-                # A copy, since torch cannot free memory to which NumPy has referred.
+                # A copy, since torch cannot free memory that NumPy has referred to.
                 _on_host(_bytes_of(storage)).numpy().tofile(stream)
             stream.flush()
             os.fsync(stream.fileno())

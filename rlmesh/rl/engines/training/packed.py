@@ -67,10 +67,10 @@ class PackedBatch:
     """A rank's packs of one optimizer step, one pass for each, for `TrainingEngine.train_step`.
 
     Args:
-        packs: of this rank.
-        columns: of each pack, for the loss function.
+        packs: the packs of this rank.
+        columns: the columns of each pack, for the loss function.
         empty: the columns of a pack without targets: a rank with fewer packs than others adds empty packs.
-        device: of the model.
+        device: device of the model.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class PackedBatch:
 
     @property
     def passes(self) -> int:
-        """The number of passes that this rank needs."""
+        """The number of passes that this rank's packs need."""
         return max(len(self.packs), 1)
 
     def __len__(self) -> int:
@@ -156,7 +156,7 @@ def packed_hidden(model: nn.Module, inputs: PackedInputs) -> Tensor:
     output: Any = model(
         input_ids=inputs.ids.unsqueeze(0),
         position_ids=inputs.positions.unsqueeze(0),
-        # A mask of four dimensions is used unchanged: none is made from the positions. The attention ignores it.
+        # With a mask of four dimensions, transformers makes none from the positions. The attention ignores the mask.
         attention_mask=torch.ones(1, 1, 1, 1, dtype=torch.bool, device=inputs.ids.device),
         use_cache=False,
         packed_layout=inputs.layout,
@@ -172,8 +172,8 @@ def packed_log_probs(
 
     Args:
         model: a prepared causal language model.
-        temperature: that of sampling.
-        chunk_tokens: of the head (:func:`rlmesh.rl.head.chunked_log_probs`).
+        temperature: the temperature of sampling.
+        chunk_tokens: tokens per tile of the head (:func:`rlmesh.rl.head.chunked_log_probs`).
     """
     causal = base_model_of(model)
     head = causal.get_output_embeddings()
@@ -193,7 +193,7 @@ def packed_values(model: nn.Module, head: nn.Module, inputs: PackedInputs) -> Te
 
     Args:
         model: the backbone of a prepared model.
-        head: from ``[…, width]`` to ``[…, 1]``.
+        head: a module from ``[…, width]`` to ``[…, 1]``.
     """
     values: Tensor = head(packed_hidden(model, inputs).index_select(0, inputs.sources)).squeeze(-1)
     return values.float() if values.dtype in (torch.float16, torch.bfloat16) else values

@@ -39,11 +39,12 @@ class Splittable(Protocol):
 B = TypeVar("B", bound=Splittable)
 
 LossFunction = Callable[["nn.Module", Any], tuple["Tensor", Mapping[str, "Tensor"]]]
-"""(model to call, part of the batch) → (this part's share of the loss, shares of statistics), all scalars.
+"""A function from the model to call and a part of the batch to the part's share of the loss and shares of statistics,
+all scalars.
 
-Shares *add up* over the parts and over all ranks to the loss of the whole batch, as those of
-`rlmesh.rl.losses.aggregate` do with the count of the whole batch. So the result depends neither on the number of ranks
-nor on the micro-batch size."""
+Shares *add up* over the parts and over all ranks to the loss of the whole batch, like the results of
+`rlmesh.rl.losses.aggregate` with the count of the whole batch. So the result depends neither on the number of ranks nor
+on the micro-batch size."""
 
 
 @dataclass(frozen=True)
@@ -52,14 +53,15 @@ class TrainingOptions:
 
     Attributes:
         lr: peak learning rate of AdamW.
-        schedule: number of finished optimizer steps → share of ``lr``; without state, so that checkpoints omit it.
-        betas, eps: of AdamW.
-        weight_decay: of AdamW. Norms and biases, the weights of one dimension, do not decay.
+        schedule: function from the number of finished optimizer steps to a factor for ``lr``; it has no state, so
+            checkpoints omit it.
+        betas, eps: parameters of AdamW.
+        weight_decay: weight decay of AdamW. Norms and biases, the weights of one dimension, do not decay.
         max_grad_norm: limit of the gradient's norm over all parameters and ranks, by scaling; 0: no limit.
         micro_batch_size: row limit of one forward and backward pass on a rank; 0: no limit.
         activation_checkpointing: drop activations inside the layers, and recompute them in the backward pass.
-        precision: of forward and backward passes. With "bfloat16" the optimizer still uses float32 weights.
-        lora: train an adapter instead of the weights. Optimizer state and checkpoints then have the adapter only.
+        precision: dtype of forward and backward passes. With "bfloat16" the optimizer still uses float32 weights.
+        lora: train an adapter instead of the weights. Optimizer state and checkpoints then contain the adapter only.
     """
 
     lr: float = 1e-6
@@ -87,7 +89,7 @@ class TrainingOptions:
             raise UsageError("TrainingOptions: " + "; ".join(faults))
 
     def lr_after(self, steps: int) -> float:
-        """The learning rate of the step after ``steps`` finished steps."""
+        """The learning rate of the optimizer step that follows ``steps`` finished ones."""
         return self.lr * (self.schedule(steps) if self.schedule is not None else 1.0)
 
 
@@ -97,11 +99,11 @@ class StepReport:
 
     Attributes:
         step: number of finished optimizer steps, including this one.
-        loss: of the whole batch, over all ranks.
-        grad_norm: before clipping, over all parameters and ranks.
-        lr: the learning rate of this step.
+        loss: loss of the whole batch, over all ranks.
+        grad_norm: norm of the gradient before clipping, over all parameters and ranks.
+        lr: learning rate of this step.
         micro_batches: passes per rank.
-        statistics: of the loss function, summed over all parts and ranks.
+        statistics: statistics of the loss function, summed over all parts and ranks.
     """
 
     step: int
@@ -149,7 +151,7 @@ class TrainingEngine(Protocol):
             sequences: ``[batch, time]``, integers.
             attention_mask: ``[batch, time]``, True at tokens, False at padding.
             action_mask: ``[batch, response]``, True at the tokens that count.
-            temperature: that of sampling.
+            temperature: the temperature of sampling.
 
         Returns:
             ``[batch, response]``, float32 (float64 of a model of that type), 0 where the mask is False.
@@ -170,8 +172,8 @@ class TrainingEngine(Protocol):
         """The log-probability and entropy of each target of this rank's packs, without gradient.
 
         Args:
-            packs: of this rank; ranks may have different numbers of them.
-            temperature: that of sampling.
+            packs: the packs of this rank; ranks may have different numbers of them.
+            temperature: the temperature of sampling.
         """
         ...
 
@@ -184,7 +186,7 @@ class TrainingEngine(Protocol):
         ...
 
     def train_step(self, batch: Splittable, loss: LossFunction) -> StepReport:
-        """One optimizer step on this rank's share of a batch: forward and backward passes over its parts, then the
+        """Make an optimizer step on this rank's share of a batch: forward and backward passes over its parts; then the
         gradient is summed over parts and ranks, clipped and applied.
 
         A :class:`rlmesh.rl.engines.training.packed.PackedBatch` takes one pass per pack; other batches are split into
@@ -201,9 +203,9 @@ class TrainingEngine(Protocol):
         """The weights as the source of a `WeightSync`: names are those of the plain model, tensors whole.
 
         Args:
-            lora: of a peft model: "adapter" gives the adapter's tensors only, for an engine that has the base model and
-                an adapter of the same options; "merged" the base model's tensors with the adapter added, for any
-                engine; "" all tensors as they are. None: "adapter" if the options have ``lora``, else "".
+            lora: for a peft model. "adapter": the adapter's tensors only, for an engine with the base model and an
+                adapter of the same options. "merged": the base model's tensors with the adapter added, for any engine.
+                "": all tensors, unchanged. None: "adapter" if the options have ``lora``, else "".
             adapter: name of the adapter.
         """
         ...
@@ -218,15 +220,15 @@ class TrainingEngine(Protocol):
         """Load the checkpoint that `save` wrote.
 
         Args:
-            folder: of the checkpoint. The folder and everything in it must belong to you or to root, and no other user
+            folder: folder of the checkpoint. It and everything in it must belong to you or to root, and no other user
                 may be able to write there.
             trust_others: load a checkpoint that other users own or can write to, such as a colleague's. It is read as
                 data and cannot run code, but anyone who can write to it can change your weights.
             weights_only: load the weights alone; optimizer state and step count stay those of a new engine.
 
         Raises:
-            UsageError: there is no complete checkpoint, it is of another kind, a file of it is torn or was altered, or
-                another user can have written it.
+            UsageError: there is no complete checkpoint, it is of another kind, a file of it is incomplete or was
+                altered, or another user can have written it.
         """
         ...
 
@@ -253,5 +255,5 @@ class TrainingEngine(Protocol):
         ...
 
     def close(self) -> None:
-        """Wait for checkpoints under way, and release the model."""
+        """Wait for checkpoints that are being written, and release the model."""
         ...

@@ -22,7 +22,7 @@ def summed(values: Tensor) -> Tensor:
 
 
 def largest(value: int, group: dist.ProcessGroup | None) -> int:
-    """The largest of all ranks' numbers, on every rank; ``group`` is one of `side_group`, whose collectives run on the
+    """The largest of all ranks' numbers, on every rank; ``group`` comes from `side_group`, whose collectives run on the
     CPU."""
     if group is None:
         return value
@@ -41,7 +41,7 @@ def from_first(value: Any, group: dist.ProcessGroup | None = None) -> Any:
 
 
 def gathered(value: Any, group: dist.ProcessGroup | None) -> list[Any]:
-    """The values of all ranks, on every rank; ``group`` is one of `side_group`."""
+    """The values of all ranks, on every rank; ``group`` comes from `side_group`."""
     if group is None:
         return [value]
     found: list[Any] = [None] * dist.get_world_size(group)
@@ -50,7 +50,7 @@ def gathered(value: Any, group: dist.ProcessGroup | None) -> list[Any]:
 
 
 def side_group() -> dist.ProcessGroup | None:
-    """A group of all ranks on the CPU, whose collectives may run during those of training. A collective step."""
+    """Make a process group of all ranks on the CPU, whose collectives may run beside those of training. Collective."""
     return dist.new_group(backend="gloo") if dist.is_initialized() else None
 
 

@@ -56,7 +56,7 @@ class TorchEngine(ModuleEngine):
             group["lr"] = lr
 
     def _backward(self, share: Tensor) -> None:
-        (share * self.ranks).backward()  # the wrappers average over the ranks, but shares add up
+        (share * self.ranks).backward()  # the wrappers average over ranks, but shares must add up
 
     def _clipped_norm(self) -> Tensor:
         most = self.options.max_grad_norm or float("inf")
@@ -85,15 +85,20 @@ class TorchEngine(ModuleEngine):
     # Checkpoints.
 
     def _state(self) -> dict[str, Any]:
-        """The state of weights and optimizer, by names of the model; options are no part of it."""
-        # Make the optimizer's state here if there was no step yet: get_state_dict would make it by a dummy step, which
-        # the state then counts.
+        """The state of weights and optimizer, by names of the model, without the options."""
+        # Without a step so far, get_state_dict would make the optimizer's state by a dummy step, and count it.
         for parameter in (p for group in self.optimizer.param_groups for p in group["params"]):
             state = self.optimizer.state[parameter]
             if not state:
                 state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
                 state.update({moment: torch.zeros_like(parameter) for moment in ("exp_avg", "exp_avg_sq")})
         weights, optimizer = get_state_dict(self.plain, self.optimizer, options=self._state_options)
+        if (
+            self.options.lora is not None
+        ):  # torch leaves frozen parameters out, but not their further names: a tied head
+            every = self.plain.named_parameters(remove_duplicate=False)
+            frozen = {name for name, parameter in every if not parameter.requires_grad}
+            weights = {name: tensor for name, tensor in weights.items() if name not in frozen}
         return {"model": weights, "optimizer": optimizer["state"], **self._base_state()}
 
     @property

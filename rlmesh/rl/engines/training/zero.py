@@ -37,7 +37,7 @@ class DeepSpeedEngine(ModuleEngine):
     Args:
         model: a plain model, with its weights.
         options: see `TrainingOptions`.
-        stage: of ZeRO.
+        stage: stage of ZeRO.
         config: further configuration of DeepSpeed; keys that follow from ``options`` are refused.
     """
 
@@ -63,14 +63,14 @@ class DeepSpeedEngine(ModuleEngine):
 
     @property
     def optimizer(self) -> Any:
-        """DeepSpeed's, around torch's."""
+        """DeepSpeed's optimizer, which wraps torch's."""
         return self.engine.optimizer
 
     # Training.
 
     def _before_step(self, lr: float) -> None:
         if not self.steps:
-            inner_state(self.engine)  # DeepSpeed needs the state of all groups as soon as it has stepped the first one
+            inner_state(self.engine)  # DeepSpeed needs the state of all groups after its step on the first one
         for group in self.optimizer.param_groups:
             group["lr"] = lr
 
@@ -79,7 +79,7 @@ class DeepSpeedEngine(ModuleEngine):
         return nullcontext()
 
     def _backward(self, share: Tensor) -> None:
-        # DeepSpeed averages over the ranks, but shares add up.
+        # DeepSpeed averages over ranks, but shares must add up.
         self.engine.backward(share * self.ranks, scale_wrt_gas=False)
 
     def _apply(self, norm: float | None) -> float:
@@ -97,7 +97,7 @@ class DeepSpeedEngine(ModuleEngine):
             held = getattr(self.optimizer, name, {})
             for key in held:
                 held[key] = None
-        # DeepSpeed adds to the last step's gradients unless this number says that a step begins.
+        # With another number, DeepSpeed would add to the gradients of the last step.
         self.optimizer.micro_step_id = 0 if self.stage == 3 else -1
 
     # Weights and memory.
@@ -148,7 +148,7 @@ class DeepSpeedEngine(ModuleEngine):
 
 
 def deepspeed_config(options: TrainingOptions, stage: Stage, more: Mapping[str, Any]) -> dict[str, Any]:
-    """The configuration for ``deepspeed.initialize``.
+    """Make the configuration for ``deepspeed.initialize``.
 
     Raises:
         UsageError: ``more`` has keys that follow from the options.

@@ -80,8 +80,8 @@ class AsyncVllmEngine(VllmBase):
         self._background: set[asyncio.Task[None]] = set()
         """Tasks that nobody waits for."""
         self.on_lost: Callable[[str], object] = lambda why: None
-        """Called on the engine's thread if vLLM's process ends by itself, before requests fail of it. The engine cannot
-        sample any more."""
+        """Called on the engine's thread if vLLM's process ends by itself, before the requests fail. The engine cannot
+        sample afterwards."""
         self._is_lost = False
         self._engine: Any = None
         self._loop = asyncio.new_event_loop()
@@ -130,12 +130,12 @@ class AsyncVllmEngine(VllmBase):
         self._lost(f"vLLM's process {child.name} (pid {child.pid}) exited with code {child.exitcode}")
 
     def _look_at(self, error: Exception) -> None:
-        """Note a loss, if an error comes of one: vLLM says so before its process has ended."""
+        """Note that vLLM is lost, if an error says so: vLLM reports this before its process has ended."""
         if self._engine is not None and self._engine.errored:
             self._lost(f"vLLM's process is gone: {type(error).__name__}: {error}")
 
     def _lost(self, why: str) -> None:
-        """Note once that vLLM cannot go on, and tell it before any request fails of it."""
+        """Note once that vLLM is lost, and call `on_lost` before any request fails."""
         if self._is_lost:
             return
         self._is_lost = True
@@ -227,7 +227,7 @@ class AsyncVllmEngine(VllmBase):
             return
         if batch.withdrawn:
             return
-        if row.finish_reason is not None:  # by a stop text
+        if row.finish_reason is not None:  # a stop text has ended the stretch
             batch.ended()
         elif last.finish_reason != "abort" or not stretch.keep or stretch.late:
             row.finish("time" if last.finish_reason == "abort" and stretch.late else last.finish_reason)
@@ -235,7 +235,7 @@ class AsyncVllmEngine(VllmBase):
         elif self._halted:
             self._kept.append((row, batch))
         else:
-            await self._put_back([(row, batch)])  # the pause that ended it was given up
+            await self._put_back([(row, batch)])  # the pause that ended the stretch was given up
 
     async def _ask(self, method: str, *args: Any, **kwargs: Any) -> Any:
         return await getattr(self._engine, method)(*args, **kwargs)
@@ -262,13 +262,13 @@ class AsyncVllmEngine(VllmBase):
             stretch.keep = mode == "keep" and stretch.resumes
         self._halted = True
         if not self._stretches:
-            return  # no request is let in, and none runs
+            return  # no request is admitted, and none runs
         try:
             async with asyncio.timeout(timeout_s):
-                # Not pause_generation(), which sleeps for 20 ms to let outputs come first: here they are awaited.
+                # Not pause_generation(), which sleeps for 20 ms so that outputs come first: here they are awaited.
                 await self._engine.engine_core.pause_scheduler_async(mode="abort", clear_cache=False)
                 await self._drained(timeout_s)
-                # No request is let in, and none is left: the probe of a push may run.
+                # No request is admitted, and none is left: the probe of a push may run.
                 await self._engine.resume_generation()
         except BaseException as error:
             self._give_up_halt()
@@ -287,7 +287,7 @@ class AsyncVllmEngine(VllmBase):
         return not self._stretches
 
     def _give_up_halt(self) -> None:
-        """Resume vLLM in the background after a halt that failed: as soon as vLLM accepts it, which may be never."""
+        """Resume vLLM in the background after a failed halt, as soon as vLLM answers (it may never do)."""
         self._halted = False
         kept, self._kept = self._kept, []
         if self._engine is None:  # closed in the meantime
@@ -393,7 +393,7 @@ class AsyncVllmEngine(VllmBase):
 
 
 def _take_spans(row: Growing, parts: Sequence[Any], spans: Sequence[Any]) -> None:
-    """Add a stretch's parts, each token with the version that vLLM says of it."""
+    """Add the parts of a stretch. vLLM tells the version of each token."""
     tokens = [token for part in parts for token in part.token_ids]
     log_probs = [log_prob for part in parts for log_prob in log_probs_of(part)]
     if sum(span.end - span.start for span in spans) != len(tokens):

@@ -2,7 +2,7 @@
 
 Weights are overwritten (`in_place`), since vLLM packs them and captures graphs that refer to their memory. The steps of
 a push: the gate closes; running requests are aborted, kept or awaited; buckets are loaded into the layers; caches of
-old weights are dropped; a fixed prompt is probed; and when all sinks have got there, requests continue.
+old weights are dropped; a fixed prompt is probed; and when all sinks have come this far, requests continue.
 """
 
 from __future__ import annotations
@@ -225,7 +225,7 @@ class VllmBase(ABC):
         decode = self._decode() if params.stop else None
         deadline = time.monotonic() + timeout_s
         batch = RequestBatch([Growing(prompt, params, row, decode, on_tokens) for row, prompt in enumerate(prompts)])
-        # The gate is held until the requests are in the engine: from then on a push takes them into account.
+        # The gate is held until the engine has the requests; later pushes take them into account.
         with self._serving(timeout_s):
             try:
                 self._submit(batch, max(deadline - time.monotonic(), 0.0))
@@ -343,7 +343,7 @@ class VllmBase(ABC):
         except TimeoutError:
             answer.cancel()
             if answer.done() and not answer.cancelled():
-                return answer.result(0)  # it has just ended, or itself raised the TimeoutError
+                return answer.result(0)  # the work has just ended, or raised this TimeoutError itself
             raise TimeoutError(
                 f"{self.gate.who}: vLLM did not {what} within {timeout_s:g} s. It is stopped, hangs, or needs longer: "
                 "see the stacks of its processes; close() ends it"
@@ -367,11 +367,11 @@ class VllmBase(ABC):
 
     @abstractmethod
     def _withdraw(self, batch: RequestBatch) -> None:
-        """Abort requests whose caller no longer waits. Does not wait, and may be called when they have ended."""
+        """Abort requests whose caller has gone, without waiting. May be called after their end."""
 
     @abstractmethod
     def _set_asleep(self, level: SleepLevel | None) -> None:
-        """Free memory, or (None) allocate it again."""
+        """Free memory; None: allocate it again."""
 
     @abstractmethod
     def halt(self, mode: PauseMode, timeout_s: float) -> None:
@@ -384,7 +384,7 @@ class VllmBase(ABC):
 
     @abstractmethod
     def go_on(self, version: int | None) -> None:
-        """Continue as ``version``, with the kept requests."""
+        """Continue with ``version`` and the kept requests."""
 
     @abstractmethod
     def lose(self, error: Exception) -> None:
@@ -396,7 +396,7 @@ class VllmBase(ABC):
 
     @abstractmethod
     def probed(self, sequences: Sequence[Sequence[int]], timeout_s: float) -> list[list[float]]:
-        """Log-probabilities as in `log_probs`, also during a pause."""
+        """Log-probabilities as `log_probs` gives them, also during a pause."""
 
     @abstractmethod
     def drop_caches(self) -> None:
@@ -414,7 +414,7 @@ def end_tokens(model: str) -> tuple[list[int], int, bool]:
     config = AutoConfig.from_pretrained(model).get_text_config()
     try:
         ends = GenerationConfig.from_pretrained(model).eos_token_id
-    except OSError:  # the folder has no generation config
+    except OSError:  # the folder may have no generation config
         ends = None
     ends = config.eos_token_id if ends is None else ends
     found = list(ends) if isinstance(ends, list | tuple) else [] if ends is None else [ends]

@@ -1,7 +1,7 @@
-"""`carry_mass`: lets vLLM tell how much probability min-p, top-k and top-p keep.
+"""`carry_mass`: lets vLLM report how much probability min-p, top-k and top-p keep.
 
-vLLM gives log-probabilities either before all processing or after it; a trainer needs those after the temperature and
-before truncation, beside those of the distribution that was sampled from.
+vLLM gives log-probabilities either before all processing or after it. A trainer needs the log-probabilities after the
+temperature and before truncation, together with those of the sampling distribution.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ __all__ = ["WHOLE", "carry_mass"]
 WHOLE = -1
 """The token id of the log-probability that is added."""
 EPSILON = 1e-5
-"""vLLM's bound of temperatures that mean greedy sampling."""
+"""Below this temperature, vLLM samples greedily."""
 
 
 def carry_mass(sampler: Any) -> bool:
@@ -24,7 +24,7 @@ def carry_mass(sampler: Any) -> bool:
     the sampled token in the whole vocabulary: after penalties and temperature, before min-p, top-k and top-p.
 
     Returns:
-        False if it is no sampler that is known here.
+        False if this kind of sampler is not known here.
     """
     try:
         from vllm.v1.sample.sampler import Sampler

@@ -1,4 +1,4 @@
-"""Requests to vLLM: `RequestBatch`, vLLM's parameters, and its outputs as numbers."""
+"""Requests to vLLM: `RequestBatch`, vLLM's parameters, and the numbers in its outputs."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class RequestBatch:
 
 
 def tokens_of(token_ids: Sequence[int]) -> Any:
-    """A prompt in the form of vLLM's renderer, which would otherwise render it on another thread."""
+    """A prompt in the form that vLLM's renderer returns; otherwise vLLM would render it on another thread."""
     from vllm.inputs.engine import tokens_input
 
     return tokens_input(list(token_ids))
@@ -80,7 +80,7 @@ def stretch_params(row: Growing, ends: Sequence[int]) -> Any:
 
 
 def can_resume(row: Growing) -> bool:
-    """False if vLLM would count the penalties of a new stretch anew: it counts the tokens of a stretch only."""
+    """False if penalties need the tokens of earlier stretches: vLLM counts the tokens of one stretch only."""
     return not (row.params.presence_penalty or row.params.frequency_penalty)
 
 

@@ -31,7 +31,7 @@ from rlmesh.rl.engines.vllm.requests import (
 __all__ = ["VllmEngine"]
 
 STEP_S = 5.0
-"""Time for the step under way to end."""
+"""Seconds to wait for the end of the running step."""
 _NEXT, _TURN = threading.Lock(), threading.Lock()
 
 
@@ -44,7 +44,7 @@ class VllmEngine(VllmBase):
 
     Args:
         model: a folder in the format of transformers; no tokenizer is needed, since tokens go in and out.
-        pause_mode: treatment of running requests when weights come.
+        pause_mode: treatment of running requests when weights arrive.
         version: the version of the weights in ``model``; None: serve nothing before the first push.
         who: name in errors, until a receiver sets its own.
         probe_token_ids: the fixed prompt that is probed after each push.
@@ -63,7 +63,7 @@ class VllmEngine(VllmBase):
             model, pause_mode=pause_mode, version=version, who=who, probe_token_ids=probe_token_ids,
             pause_timeout_s=pause_timeout_s,
         )  # fmt: skip
-        # Synchronous steps: a step under way while weights come would mix old and new weights.
+        # Synchronous steps: an asynchronous one that runs while weights arrive would mix old and new weights.
         self._arguments = engine_args(model, {"async_scheduling": False, **arguments}, in_process=True)
         self._serving_version = version
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
@@ -134,7 +134,7 @@ class VllmEngine(VllmBase):
         forget(self._children)
 
     def _step(self) -> list[Any]:
-        """One step of vLLM; returns outputs that belong to no response."""
+        """Make one step of vLLM; returns outputs that belong to no response."""
         others = []
         for output in self._engine.step():
             found = self._running.get(output.request_id)
@@ -151,7 +151,7 @@ class VllmEngine(VllmBase):
             if output.finished or row.finish_reason is not None:
                 del self._running[output.request_id]
                 if not output.finished:
-                    self._engine.abort_request([output.request_id])  # a stop text ended it
+                    self._engine.abort_request([output.request_id])  # a stop text ended the response
                 elif row.finish_reason is None:
                     row.finish(completion.finish_reason)
                 batch.ended()
@@ -190,7 +190,7 @@ class VllmEngine(VllmBase):
         self._kept = []
 
     def _break(self, error: Exception) -> None:
-        """vLLM itself failed in a step: its state is unknown, so there is no version."""
+        """Handle an error of vLLM itself in a step: its state is unknown, so the engine has no version afterwards."""
         self.gate.set_version(None, f"vLLM failed in a step: {type(error).__name__}: {error}")
         for _, batch in [*self._running.values(), *self._kept]:
             batch.fail(error)
@@ -310,7 +310,7 @@ class VllmEngine(VllmBase):
 @contextmanager
 def _alone() -> Iterator[None]:
     """Exclusive use of vLLM: it keeps state of a forward pass in global variables, so its engines take turns."""
-    with _NEXT:  # fair: an engine that steps continuously does not overtake a waiting one
+    with _NEXT:  # fair: an engine that steps continuously waits for others that wait
         _TURN.acquire()
     try:
         yield

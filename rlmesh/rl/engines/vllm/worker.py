@@ -26,10 +26,10 @@ TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 
 
 class WorkerExtension:
-    """Methods of vLLM's worker; all names have a prefix, since they share its namespace."""
+    """Methods for vLLM's worker. Their names have a prefix, since they share the worker's namespace."""
 
     def rlmesh_carry_mass(self) -> bool:
-        """Let log-probs carry the mass that truncation keeps; False if this vLLM samples in a way not known here."""
+        """Let log-probs carry the mass that truncation keeps; False if the sampler of this vLLM is not known here."""
         worker: Any = self
         return carry_mass(getattr(worker.model_runner, "sampler", None))
 
@@ -92,7 +92,7 @@ class WorkerExtension:
         return {"missing": missing, "gap": gap}
 
     def rlmesh_abandon(self) -> None:
-        """Give the load up: make the model usable again, with any weights."""
+        """Give up the load: make the model usable again, whatever weights it has."""
         if getattr(self, "_rlmesh_missing", None) is not None:
             self._rlmesh_settle()
 

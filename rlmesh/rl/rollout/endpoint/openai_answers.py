@@ -1,4 +1,4 @@
-"""Answers in OpenAI's form, whole or in pieces. No I/O."""
+"""Answers in OpenAI's format, whole or streamed in pieces. No I/O."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ def answer_head(request: CompletionRequest, model: str, *, piece: bool) -> dict[
 
 
 class ChoiceText:
-    """The text of one choice, as far as it may be told: without its end token and without a stop text.
+    """Streams the text of a choice, without its end token and stop text.
 
-    The sum of all pieces is the whole text, so what a client puts together is what is recorded.
+    All pieces together are the whole text, so the text that a client assembles equals the recorded one.
 
     Args:
-        spans: of the tokenizer.
+        spans: decodes token ids.
         stop: texts that end the response, and are no part of it.
     """
 
@@ -41,9 +41,9 @@ class ChoiceText:
         self._seen = self.told = ""
 
     def add(self, ids: Sequence[int]) -> str:
-        """The piece of text that may be told after these tokens; often that of earlier ones."""
+        """The next piece of text after these tokens; it lags behind if a stop text or a character may be incomplete."""
         self._ids += ids
-        # A token's text may depend on the tokens before it, so they are decoded together, but only a few of them.
+        # A token's text may depend on the tokens before it, so a few of these are decoded with it.
         before = self._spans.decode(self._ids[self._from : self._to])
         text = self._spans.said(self._ids[self._from :]) if self._ids else ""
         if not text.endswith("�") and len(text) >= len(before):
@@ -52,7 +52,7 @@ class ChoiceText:
         return self._tell(self._seen[: len(self._seen) - self._held()])
 
     def end(self, ids: Sequence[int]) -> str:
-        """The last piece.
+        """The last piece of text.
 
         Args:
             ids: all tokens of the response.
@@ -81,11 +81,11 @@ class ChoiceText:
 
 
 class AnswerWriter:
-    """Writes choices, and finds the tool calls in them.
+    """Writes choices of an answer, with the tool calls in them.
 
     Args:
-        request: of the client.
-        spans: of the tokenizer.
+        request: the client's request.
+        spans: decodes token ids.
         parse: finds tool calls, if the request offers tools.
     """
 
@@ -93,7 +93,7 @@ class AnswerWriter:
         self._request, self._spans, self._parse = request, spans, parse
 
     def message(self, text: str) -> dict[str, Any]:
-        """The message of the assistant that has this text, in the form in which messages are compared."""
+        """The assistant's message with this text, in the normal form for comparisons (see `read_request`)."""
         found: dict[str, Any] = {"role": "assistant", "content": text}
         calls = [call for call in self._parse(text) if not call.fault] if self._request.tools else []
         if calls:
@@ -106,7 +106,7 @@ class AnswerWriter:
         return found
 
     def choice(self, index: int, text: str, message: Mapping[str, Any], sample: Sample) -> dict[str, Any]:
-        """A choice of an answer that comes as a whole."""
+        """A choice of an answer that is not streamed."""
         found: dict[str, Any] = {"index": index, "finish_reason": self.finish_reason(message, sample)}
         found["logprobs"] = self.log_probs(sample.token_ids, sample.log_probs) if self._request.log_probs else None
         if self._request.chat:
@@ -122,7 +122,7 @@ class AnswerWriter:
         self, index: int, text: str, *, first: bool = False, ids: Sequence[int] = (), log_probs: Sequence[float] = (),
         finish_reason: str | None = None, tool_calls: Sequence[Mapping[str, Any]] = (),
     ) -> dict[str, Any]:  # fmt: skip
-        """A choice of a piece of an answer."""
+        """A choice in a piece of a streamed answer."""
         found: dict[str, Any] = {"index": index, "finish_reason": finish_reason, "logprobs": None}
         if self._request.log_probs and ids:
             found["logprobs"] = self.log_probs(ids, log_probs)
@@ -137,7 +137,7 @@ class AnswerWriter:
         return found
 
     def finish_reason(self, message: Mapping[str, Any], sample: Sample) -> str:
-        """The reason for the end, as OpenAI names it: a time limit is a ``length`` too; ``abort`` is the engine's."""
+        """The reason for the end in OpenAI's words; a time limit counts as ``length``, and ``abort`` is kept."""
         reason = "length" if sample.finish_reason == "time" else sample.finish_reason
         return "tool_calls" if "tool_calls" in message else reason
 
@@ -156,6 +156,6 @@ class AnswerWriter:
 
     @staticmethod
     def usage(prompt: int, samples: Sequence[Sample]) -> dict[str, int]:
-        """The numbers of tokens; the prompt counts once."""
+        """The numbers of tokens in OpenAI's format; the prompt counts once for all choices."""
         made = sum(len(sample.token_ids) for sample in samples)
         return {"prompt_tokens": prompt, "completion_tokens": made, "total_tokens": prompt + made}

@@ -1,4 +1,4 @@
-"""Requests in OpenAI's form: checked, with every fault as the error that OpenAI's clients understand. No I/O."""
+"""Parses and checks requests in OpenAI's format; faults become errors that OpenAI's clients understand. No I/O."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ IGNORED = frozenset(
     {"user", "store", "metadata", "service_tier", "parallel_tool_calls", "safety_identifier", "prompt_cache_key",
      "reasoning_effort", "verbosity"}
 )  # fmt: skip
-"""Fields without a meaning for this endpoint, which change no number."""
+"""Fields that have no effect on answers, and are ignored."""
 KNOWN = frozenset(
     {"model", "messages", "prompt", "n", "stream", "stream_options", "stop", "max_tokens", "max_completion_tokens",
      "temperature", "top_p", "top_k", "min_p", "seed", "logprobs", "top_logprobs", "presence_penalty",
@@ -25,13 +25,13 @@ MOST_CHOICES = 128
 
 
 class RequestRefused(Exception):
-    """An answer that is an error in OpenAI's form.
+    """The request is refused: an error that is sent in OpenAI's format.
 
     Args:
-        message: for people.
-        status: of HTTP.
+        message: text for people.
+        status: HTTP status.
         param: the field at fault.
-        code: for programs.
+        code: error code for programs.
     """
 
     def __init__(self, message: str, *, status: int = 400, param: str | None = None, code: str | None = None) -> None:
@@ -50,16 +50,16 @@ class CompletionRequest:
     """A request for completions or chat completions.
 
     Attributes:
-        model: as the client names it.
+        model: the client's name for the model.
         given: messages of a chat, a text, or token ids.
-        params: of sampling.
-        count: the number of choices.
-        stream: answer in pieces.
-        usage: the last piece has the number of tokens.
-        log_probs: the answer has the log-probability of each token.
-        tools: schemas.
-        token_ids: the answer has token ids (an addition to OpenAI's interface, with the field names of vLLM).
-        own: the names of the sampling fields that the client has set.
+        params: parameters of sampling.
+        count: number of choices.
+        stream: True: the answer is streamed.
+        usage: True: the last piece has the numbers of tokens.
+        log_probs: True: the answer has the log-probability of each token.
+        tools: schemas of the tools.
+        token_ids: True: the answer has token ids (an addition to OpenAI's interface, with vLLM's field names).
+        own: names of the sampling fields that the client has set.
     """
 
     model: str
@@ -80,14 +80,14 @@ class CompletionRequest:
 
 
 def read_request(body: bytes, *, chat: bool, max_tokens: int) -> CompletionRequest:
-    """The request in a body.
+    """Parse the body of a request.
 
     Args:
-        chat: a chat completion is asked for.
-        max_tokens: of a response, if the client sets no limit.
+        chat: True for a chat completion.
+        max_tokens: token limit of a response, if the client sets none.
 
     Raises:
-        RequestRefused: names the field at fault.
+        RequestRefused: the request is wrong; the error names the field at fault.
     """
     try:
         values = json.loads(body)
@@ -198,7 +198,7 @@ def _messages(given: Any) -> list[dict[str, Any]]:
 
 
 def _message(given: Any, place: str) -> dict[str, Any]:
-    """A message in the form in which messages are compared: role, text, tool calls, and the call that it answers."""
+    """A message in the normal form for comparisons: role, text, tool calls, and the call that it answers."""
     if not isinstance(given, Mapping) or not isinstance(given.get("role"), str):
         raise RequestRefused(f"{place} has no role", param=place)
     content = given.get("content")
@@ -225,7 +225,7 @@ def _message(given: Any, place: str) -> dict[str, Any]:
 
 
 def template_message(message: Mapping[str, Any]) -> dict[str, Any]:
-    """A message as chat templates take it: the arguments of tool calls are objects there, and texts in a request."""
+    """A message in the form for chat templates, in which arguments of tool calls are objects instead of texts."""
     calls: Sequence[Any] = message.get("tool_calls", ())
     if not calls:
         return dict(message)

@@ -51,32 +51,32 @@ logger = logging.getLogger(__name__)
 
 START_S, STOP_S = 10.0, 5.0
 SWITCH_S = 0.0005
-"""Seconds after which a busy thread, such as an engine's, lets the loop of the endpoint run. Python's own 5 ms would be
-added to each first token."""
+"""Python's switch interval while the endpoint runs: seconds after which a busy thread (the engine's) lets its event
+loop run. Python's default of 5 ms would delay each first token by as much."""
 MOST_BODY = 32 * 2**20
 RETRY = "x-stainless-retry-count"
-"""Header in which OpenAI's clients say that they asked before and got no answer."""
+"""Header of OpenAI's clients that counts retries of a request without an answer."""
 
 Queue = asyncio.Queue[tuple[int, Sequence[int], Sequence[float], "Sample | BaseException | None"]]
 
 
 class Endpoint:
-    """Serves on the loop on which it is started.
+    """An HTTP server with OpenAI's interface, on the event loop that starts it.
 
     Args:
-        engine: samples.
-        tokenizer: of transformers.
+        engine: the engine that samples.
+        tokenizer: a tokenizer of transformers.
         model: the name in the list of models.
-        max_tokens: of a response, if a client sets no limit.
-        host: the address to listen on. The connection is not encrypted: give another address than loopback only in a
-            network that is trusted.
-        port: 0: a free one.
-        api_key: ``""``: a new one of 256 bits.
-        own_key: a key that requests to the URL of an episode, which is secret too, may have instead: that of the user,
+        max_tokens: token limit of a response, if a client sets none.
+        host: the address to listen on. Connections are not encrypted: give another address than loopback only in a
+            trusted network.
+        port: the port to listen on; 0: a free one.
+        api_key: the key for requests; ``""``: a new random key of 256 bits.
+        own_key: another key, which is accepted for the URLs of episodes (these are secret too): the user's own key,
             which a client finds in its environment.
-        timeout_s: of a request that belongs to no episode.
+        timeout_s: time limit of a request that belongs to no episode.
         parse: finds tool calls in texts.
-        sampler: None: a new one.
+        sampler: samples turns; None: a new `TurnSampler`.
         template: further arguments of the chat template.
     """
 
@@ -110,7 +110,7 @@ class Endpoint:
             UsageError: the address cannot be listened on.
         """
         family = socket.AF_INET6 if ":" in self._host else socket.AF_INET
-        # asyncio sends small pieces without delay only on sockets that were made with this protocol number.
+        # asyncio sets TCP_NODELAY, which sends small pieces at once, only on sockets with this protocol number.
         listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
         try:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -159,7 +159,7 @@ class Endpoint:
         return f"http://{f'[{host}]' if ':' in host and '[' not in host else host}:{self._port}"
 
     def open_session(self, session: AgentSession) -> str:
-        """Let a session take requests; returns its base URL."""
+        """Accept requests for a session; returns its base URL."""
         name = f"{session.task.number}-{secrets.token_hex(16)}"
         self._sessions[name] = session
         return f"{self._root}/episodes/{name}/v1"
@@ -186,7 +186,7 @@ class Endpoint:
     def _guarded(
         self, handle: Callable[[Request, AgentSession | None], Awaitable[Response]]
     ) -> Callable[[Request], Awaitable[Response]]:
-        """A handler that checks the key, finds the session, and gives errors in OpenAI's form."""
+        """Wrap a handler: check the key, find the session, and turn errors into OpenAI's format."""
 
         async def answer(request: Request) -> Response:
             try:
@@ -233,14 +233,14 @@ class Endpoint:
             begun = self._begin(request, session)
             pieces = self._pieces(request, session, begun)
             try:
-                first = await anext(pieces)  # an error before the first token is an answer of its own
+                first = await anext(pieces)  # an error before the first token is sent with its own HTTP status
             except BaseException:
                 await pieces.aclose()
                 raise
             return StreamingResponse(_events(first, pieces), media_type="text/event-stream")
         if session is None:
             return JSONResponse(await self._whole(request, None))
-        # An agent may give up waiting and ask again. It then gets the answer that was recorded, and no second turn.
+        # An agent that retries a request gets the recorded answer, and no second turn is sampled.
         key = hashlib.sha256(http.url.path.encode() + body).digest()
         known = session.answers.get(key)
         if known is None or http.headers.get(RETRY, "0") == "0" or (known.done() and known.exception()):
@@ -265,7 +265,7 @@ class Endpoint:
     async def _pieces(
         self, request: CompletionRequest, session: AgentSession | None, begun: TurnBegun
     ) -> AsyncGenerator[dict[str, Any], None]:
-        """The pieces of an answer. With tools, a choice comes in one piece, since its text may be a call."""
+        """The pieces of a streamed answer. With tools, each choice is one piece, since its text may be a tool call."""
         head = answer_head(request, self.model, piece=True)
         writer = AnswerWriter(request, self._spans, self._parse)
         count = len(begun.params)
@@ -298,7 +298,8 @@ class Endpoint:
                     said[index] = _said(request, texts[index].told, message, result)
                     samples[index] = result
                     if len(samples) == count:
-                        # Recorded before the client has it all, so that its next request finds this turn.
+                        # The turn is recorded before its last piece is sent, so that the client's next request finds
+                        # it.
                         recorded.keep(
                             [samples[place] for place in range(count)], [said[place] for place in range(count)]
                         )
@@ -335,7 +336,7 @@ class Endpoint:
     async def _samples(
         self, begun: TurnBegun, session: AgentSession | None, queue: Queue | None = None
     ) -> list[Sample]:
-        """The samples of all choices. Their tokens, and then the samples, are put into the queue as they come."""
+        """Sample all choices. Tokens, and then the samples, are put into the queue as they come."""
         limit = self._timeout_s if session is None else session.settings.turn_timeout_s
         loop = asyncio.get_running_loop()
 
@@ -365,7 +366,7 @@ class Endpoint:
 
 
 class _Server(uvicorn.Server):
-    """A server that tells when it listens."""
+    """A uvicorn server with an event that is set when it listens."""
 
     def __init__(self, config: uvicorn.Config) -> None:
         super().__init__(config)
@@ -377,7 +378,7 @@ class _Server(uvicorn.Server):
 
 
 class _Recorded:
-    """A block in which a turn is sampled: the turn is recorded, or given up if the block does not get that far."""
+    """A context in which a turn is sampled. At its end, the turn is given up unless it was recorded."""
 
     def __init__(self, session: AgentSession | None, begun: TurnBegun) -> None:
         self._session, self._begun, self._kept = session, begun, False
@@ -397,14 +398,14 @@ class _Recorded:
 
 
 def _said(request: CompletionRequest, text: str, message: dict[str, Any], sample: Sample) -> Any:
-    """The conversation with this answer, in the form of the request."""
+    """The conversation including this answer, in the form of the request (messages, text or token ids)."""
     if isinstance(request.given, list):
         return [*request.given, message]
     return request.given + text if isinstance(request.given, str) else (*request.given, *sample.token_ids)
 
 
 def _as_refused(error: Exception, session: AgentSession | None) -> Exception:
-    """The answer to an error of sampling; the session notes whose fault it is."""
+    """Turn an error of sampling into a refusal; the session records a passed deadline or an error of the engine."""
     if isinstance(error, PlaceTimeout):
         if session is not None:
             session.failure = session.failure or str(error)
@@ -420,7 +421,7 @@ def _as_refused(error: Exception, session: AgentSession | None) -> Exception:
 
 
 async def _events(first: dict[str, Any], pieces: AsyncGenerator[dict[str, Any], None]) -> AsyncGenerator[bytes, None]:
-    """Server-sent events."""
+    """Encode pieces as server-sent events."""
     try:
         yield _event(first)
         async for piece in pieces:

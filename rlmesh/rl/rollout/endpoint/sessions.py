@@ -1,4 +1,4 @@
-"""`AgentSession`: the requests of one episode's agent, matched to the recorded turns."""
+"""`AgentSession`: matches the requests of an episode's agent to the recorded turns."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ __all__ = ["AgentSession", "TurnBegun"]
 logger = logging.getLogger(__name__)
 
 FIXED = ("temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
-"""Fields that the run sets, since a policy must be trained on what it samples."""
+"""Sampling fields that the run sets. The client's values are ignored, since the policy must train on its own
+samples."""
 
 _told: set[str] = set()
 
@@ -32,9 +33,9 @@ class TurnBegun:
 
     Attributes:
         parent: the recorded turn that the request continues.
-        before: token ids between that turn and the new one.
-        params: one per choice.
-        place: of the turn, for errors.
+        before: token ids between this turn and the new one.
+        params: parameters for each choice.
+        place: the turn's name in errors.
     """
 
     parent: RecordedTurn
@@ -49,21 +50,21 @@ class TurnBegun:
 
 
 class AgentSession:
-    """One episode of an agent.
+    """The requests of an agent in one episode.
 
     Args:
         task: the episode.
-        params: of the run, for each turn.
-        settings: of the run.
-        spans: of the tokenizer.
-        most_tokens: of a branch, the prompt included.
+        params: the run's parameters for each turn.
+        settings: limits of episodes.
+        spans: converts messages to token ids.
+        most_tokens: the most tokens of a branch, including the prompt.
 
     Attributes:
         recording: the turns.
         failure: the place of a turn whose deadline passed; ``""``: none.
-        error: of the engine, which is no fault of the episode.
+        error: an error of the engine, which does not make the episode fail; None: none.
         limit: the limit that ended the episode: ``"length"`` or ``"max_turns"``; ``""``: none.
-        quiet_since: when the last answer was given, on the loop's clock; None while a turn is sampled.
+        quiet_since: time of the last answer on the loop's clock; None while a turn is sampled.
     """
 
     def __init__(
@@ -76,14 +77,14 @@ class AgentSession:
         self.error: Exception | None = None
         self.quiet_since: float | None = asyncio.get_running_loop().time()
         self.answers: dict[bytes, asyncio.Future[Any]] = {}
-        """The answers so far by the request, for a client that asks again since it got none."""
+        """The answers by request, for a client that retries."""
         self._sampling = self._begun = 0
 
     def begin(self, request: CompletionRequest) -> TurnBegun:
-        """Find the turn that a request continues, and tokenise what is new. Ends with `record` or `give_up`.
+        """Find the turn that a request continues, and tokenise the new messages. Call `record` or `give_up` afterwards.
 
         Raises:
-            RequestRefused: a limit of the episode is reached, or the history is another than the recorded one.
+            RequestRefused: a limit of the episode is reached, or the request changes the recorded history.
         """
         turn = self._begun + 1
         if turn + request.count - 1 > self.settings.max_turns:
@@ -113,10 +114,10 @@ class AgentSession:
         return TurnBegun(parent, before, params, f"{self.task.name} turn {turn} engine")
 
     def record(self, begun: TurnBegun, samples: Sequence[Sample], said: Sequence[Any]) -> None:
-        """Record the turns that a request has got.
+        """Record the turns that answer a request.
 
         Args:
-            said: for each, see `RecordedTurn`.
+            said: the conversation after each turn, see `RecordedTurn`.
         """
         for sample, one in zip(samples, said, strict=True):
             self.recording.add(begun.parent, begun.before, sample, one)
@@ -135,7 +136,7 @@ class AgentSession:
 
     @property
     def turn(self) -> int:
-        """The number of the present or the next turn, from 1 on."""
+        """The number of the present turn (or of the next one, between turns), from 1 on."""
         return self._begun + (0 if self._sampling else 1)
 
     def _require_branches(self, request: CompletionRequest, parent: RecordedTurn) -> None:
@@ -174,7 +175,7 @@ class AgentSession:
             new = messages[len(said) :]
             if not new:
                 raise RequestRefused("a request for a further turn has at least one new message", param="messages")
-            # The last of the recorded messages is the answer, whose ids are there.
+            # The last recorded message is the answer, whose ids are known.
             return self._spans.extension(messages[: len(said) - 1], parent.turns[-1].ids.tolist(), new, request.tools)
         except UsageError as error:
             raise RequestRefused(f"{self.task.name}: {error}", param="messages") from error

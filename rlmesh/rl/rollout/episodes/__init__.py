@@ -1,4 +1,4 @@
-"""Episodes of several turns: tools, environments, agents, their deadlines, and the record of all token ids."""
+"""Episodes of several turns, with tools, environments or agents: deadlines, and the recording of all token ids."""
 
 from rlmesh.rl.rollout.episodes.environments import TextEnvironment, TurnResult
 from rlmesh.rl.rollout.episodes.outcomes import agent_result, episode_return

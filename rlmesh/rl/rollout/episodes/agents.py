@@ -1,4 +1,4 @@
-"""Episodes of an agent: a function that asks the policy by an endpoint, and knows nothing of training."""
+"""Episodes of an agent: a function that calls the policy through an endpoint, and needs no code for training."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ __all__ = ["play_agent"]
 async def play_agent(
     plan: EpisodePlan, endpoint: Endpoint, spans: ChatSpans, task: EpisodeTask, params: SamplingParams
 ) -> list[Episode]:
-    """Play an episode of the agent; gives an episode per branch.
+    """Play an episode of the agent; returns an `Episode` per branch.
 
     Raises:
-        Exception: the engine's error, which is no fault of the episode.
+        Exception: the engine failed, so the episode neither succeeded nor failed.
     """
     assert plan.agent is not None
     settings, name = plan.settings, callable_name(plan.agent)
@@ -74,7 +74,7 @@ async def play_agent(
 
 
 def _plain(result: Any) -> Any:
-    """A result as a checkpoint can keep it.
+    """An agent's result in a form that checkpoints can store.
 
     Raises:
         TypeError: the agent returned something else than a number, a text, a list or a mapping of these, or a `Score`.
@@ -93,7 +93,7 @@ def _plain(result: Any) -> Any:
 
 
 def _overdue(session: AgentSession, name: str) -> str:
-    """The place of an agent that has asked for nothing for longer than a turn may take; ``""``: it has time left."""
+    """The text about an agent that made no request for longer than a turn may take; ``""``: it has time left."""
     limit = session.settings.turn_timeout_s
     since = session.quiet_since
     if since is None or asyncio.get_running_loop().time() - since < limit:

@@ -1,9 +1,9 @@
-"""`ChatSpans`: the token ids of new messages as a span of their own, appended to ids that are never made again.
+"""`ChatSpans`: tokenises new messages of a chat as a span that is appended to the recorded token ids.
 
-A chat template formats whole conversations. Formatting a conversation anew in each turn would tokenise the policy's
-words a second time, often differently, and training would then use tokens that were never sampled. So the recorded ids
-stay, and only the difference is tokenised: the conversation is formatted with a mark in the place of the policy's last
-turn, and the text after the mark (the end of that turn, the new messages, the beginning of the next turn) is the span.
+A chat template formats whole conversations. To format the conversation anew in each turn would tokenise the policy's
+words a second time, often differently, and training would use tokens that were never sampled. So the recorded ids are
+kept, and only the new text is tokenised: the conversation is formatted with a mark in place of the policy's last turn,
+and the text after the mark (the end of this turn, the new messages, the beginning of the next turn) is the span.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ MARK, EARLIER = "rlmesh-9f1c-mark", "rlmesh-9f1c-turn"
 
 
 class ChatSpans:
-    """Tokenises prompts and what follows a turn of the policy, each once.
+    """Tokenises prompts, and the messages between two turns of the policy.
 
     Args:
-        tokenizer: of transformers.
+        tokenizer: a tokenizer of transformers.
         tools: schemas for the chat template.
         template: further arguments of the chat template.
     """
@@ -47,7 +47,7 @@ class ChatSpans:
         """Token ids of the text or the messages that an episode begins with.
 
         Raises:
-            UsageError: the template refuses the messages, or there is none.
+            UsageError: the chat template refuses the messages, or does not exist.
         """
         if isinstance(messages, str):
             return prompt_ids(self.tokenizer, messages)
@@ -55,7 +55,7 @@ class ChatSpans:
             return prompt_ids(self.tokenizer, messages, **self._options(tools))
         except UsageError:
             raise
-        except Exception as error:  # of Jinja, or the template's own
+        except Exception as error:  # raised by Jinja or the template
             raise UsageError(
                 f"the chat template of {self.name} refuses these messages ({error}): {_roles(messages)}"
             ) from error
@@ -82,10 +82,10 @@ class ChatSpans:
         """Token ids that follow a turn of the policy: its end, the new messages, and the beginning of the next turn.
 
         Args:
-            before: the messages before the turn.
-            turn: the ids of the policy's turn.
-            new: the messages that follow it.
-            tools: schemas; None: those of the object.
+            before: the messages before the policy's turn.
+            turn: the token ids of the policy's turn.
+            new: the messages after it.
+            tools: schemas of tools; None: those of the constructor.
 
         Raises:
             UsageError: the template refuses the messages, or cannot be extended by appending: the new messages change
@@ -134,7 +134,7 @@ class ChatSpans:
             text: str = self.tokenizer.apply_chat_template(
                 [dict(one) for one in messages], tokenize=False, add_generation_prompt=True, **self._options(tools)
             )
-        except Exception as error:  # of Jinja, or the template's own
+        except Exception as error:  # raised by Jinja or the template
             raise UsageError(
                 f"the chat template of {self.name} refuses {_roles(messages)}: {error}. It cannot be extended by "
                 "appending such a message"
@@ -147,8 +147,8 @@ class ChatSpans:
 
 
 def _marked(message: Message, mark: str) -> dict[str, Any]:
-    """A message with its content unless it is the assistant's: a template may format that differently later on, but the
-    ids of these turns are recorded."""
+    """A copy of a message. The assistant's content is replaced by a mark: a template may format it differently later
+    on, but its ids are recorded."""
     return {"role": "assistant", "content": mark} if message["role"] == "assistant" else dict(message)
 
 

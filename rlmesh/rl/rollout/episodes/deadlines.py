@@ -1,4 +1,4 @@
-"""`EpisodeThread`: calls of code that is not ours, each with a deadline that names the place where it passes."""
+"""`EpisodeThread`: calls user code (tools, environments, agents) with deadlines; the error names the place."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import Any
 __all__ = ["EpisodeThread", "PlaceTimeout", "hanging_calls"]
 
 MOST_HANGING = 1024
-"""Threads that are stuck in calls after which no further episode starts: each keeps its memory."""
+"""With so many threads stuck in calls, no further episode starts, since each thread keeps its memory."""
 
 _hanging: set[EpisodeThread] = set()
 
@@ -25,22 +25,22 @@ class PlaceTimeout(Exception):
 
 
 def hanging_calls() -> int:
-    """The number of threads of this process that are still in a call whose deadline has passed."""
+    """The number of threads of this process that are stuck in a call whose deadline has passed."""
     return len(_hanging)
 
 
 class EpisodeThread:
     """A thread for the tools, the environment or the agent of one episode.
 
-    Code that blocks, also in an ``async`` function, then holds up nothing else: neither other episodes nor the
-    endpoint. If a deadline passes, a coroutine is cancelled. A plain function cannot be: its thread is left behind, and
-    ends when the function returns.
+    Code that blocks, even in an ``async`` function, then delays neither other episodes nor the endpoint. If a deadline
+    passes, a coroutine is cancelled. A plain function cannot be cancelled: its thread is abandoned, and ends when the
+    function returns.
 
     Args:
-        name: of the thread.
+        name: name of the thread.
 
     Raises:
-        RuntimeError: too many threads hang in calls.
+        RuntimeError: too many threads are stuck in calls.
     """
 
     def __init__(self, name: str) -> None:
@@ -57,15 +57,15 @@ class EpisodeThread:
         self, function: Callable[..., Any], *args: Any, timeout_s: float, place: str,
         arguments: Mapping[str, Any] | None = None,
     ) -> Any:  # fmt: skip
-        """The result of a function, or of the coroutine that it returns.
+        """Call a function, and await its result if this is a coroutine.
 
         Args:
-            arguments: more arguments, by name.
-            timeout_s: of the call.
-            place: for the text of the error.
+            arguments: keyword arguments.
+            timeout_s: time limit of the call.
+            place: the place, for the text of the error.
 
         Raises:
-            PlaceTimeout: the call took longer; or an earlier one did, and still runs.
+            PlaceTimeout: the call took longer, or an earlier call did and still runs.
         """
         if self._lost:
             raise PlaceTimeout(f"{place}: an earlier call still runs")
@@ -79,7 +79,7 @@ class EpisodeThread:
         try:
             return await asyncio.wait_for(asyncio.shield(waiter), timeout_s)
         except TimeoutError:
-            if waiter.done():  # a TimeoutError of the function itself
+            if waiter.done():  # the function itself raised a TimeoutError
                 raise
             self._give_up(waiter)
             raise PlaceTimeout(f"{place}: no answer in {timeout_s:g} s") from None
@@ -89,18 +89,18 @@ class EpisodeThread:
 
     def _give_up(self, waiter: asyncio.Future[Any]) -> None:
         self._lost = True
-        waiter.add_done_callback(lambda done: done.cancelled() or done.exception())  # nobody asks for it any more
+        waiter.add_done_callback(lambda done: done.cancelled() or done.exception())  # the caller has gone
         _hanging.add(self)
         task, runner = self._task, self._runner
         if task is not None and runner is not None:
-            with suppress(RuntimeError):  # the call ended just now
+            with suppress(RuntimeError):  # the call has just ended
                 runner.get_loop().call_soon_threadsafe(task.cancel)
         self.close()
         if self._thread is not None and not self._thread.is_alive():
             _hanging.discard(self)
 
     def close(self) -> None:
-        """Let the thread end after its present call; does not wait for it."""
+        """Let the thread end after its present call, without waiting for it."""
         self._calls.put(None)
 
     def join(self, timeout_s: float) -> None:
@@ -124,9 +124,9 @@ class EpisodeThread:
                 self._runner = self._runner or asyncio.Runner()
                 value = self._runner.run(self._awaited(value))
         except Exception as error:
-            # A StopIteration cannot be raised where somebody awaits.
+            # A coroutine cannot raise StopIteration.
             future.set_exception(RuntimeError(repr(error)) if isinstance(error, StopIteration) else error)
-        except BaseException as error:  # an exit, or a cancelled coroutine: an error of this call only
+        except BaseException as error:  # sys.exit() or a cancelled coroutine is an error of this call only
             future.set_exception(RuntimeError(f"{type(error).__name__}: {error}"))
         else:
             future.set_result(value)

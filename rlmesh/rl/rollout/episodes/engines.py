@@ -1,4 +1,4 @@
-"""`EpisodeEngines`: the engines of a role, for a `Sampler`, which play episodes of several turns."""
+"""`EpisodeEngines`: lets a `Sampler` use the members of a role that play episodes of several turns."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ __all__ = ["EpisodeEngines"]
 
 
 class EpisodeEngines(RoleEngines):
-    """Members that play episodes. A group whose engine dies is played again, as any group is.
+    """Members that play episodes. If an engine dies, its groups are played again, like any groups.
 
     Args:
-        group: the members (:class:`rlmesh.rl.roles.playing.PlaysEpisodes`).
-        params: of each turn; the seeds come with the requests.
-        in_turn: the members share their devices with other roles, and take turns.
+        group: the members (:class:`rlmesh.rl.roles.sampling.SamplingRole`).
+        params: parameters of each turn; the seeds come with the requests.
+        in_turn: True if the members share their devices with other roles, and take turns.
         sync: pushes weights to the members; None: pushes go to all of them.
     """
 

@@ -12,7 +12,7 @@ from rlmesh.rl.data.chat import Message
 __all__ = ["Said", "TextEnvironment", "TurnResult", "checked_said", "to_turn_result"]
 
 Said = str | Sequence[Message] | Sequence[int] | None
-"""The words of an environment: a text, chat messages, token ids if its ``tokens`` is true, or None for no words."""
+"""The words of an environment: a text, chat messages, token ids (if ``tokens`` is True), or None for no words."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,8 +21,8 @@ class TurnResult:
 
     Attributes:
         said: a text, chat messages, or token ids; see `TextEnvironment`.
-        reward: of this turn. The sum over the turns is the episode's return.
-        done: the episode is over; ``said`` is then left out, since nobody answers to it.
+        reward: the reward of this turn. The episode's return is the sum over the turns.
+        done: True if the episode is over; ``said`` is then ignored, since no turn follows.
     """
 
     said: Said = None
@@ -48,7 +48,7 @@ class TextEnvironment(Protocol):
         """The first observation, which follows the prompt of the row; None: there is only the prompt.
 
         Args:
-            row: of the data set.
+            row: the row of the data set.
         """
         ...
 
@@ -56,13 +56,13 @@ class TextEnvironment(Protocol):
         """The answer to a turn of the policy.
 
         Args:
-            action: the text of the turn without its end token; or its token ids.
+            action: the text of the turn without its end token, or its token ids.
         """
         ...
 
 
 def to_turn_result(value: Any) -> TurnResult:
-    """The result of ``step``: a `TurnResult`, or (said, reward, done).
+    """Convert the result of ``step``: a `TurnResult`, or a tuple (said, reward, done).
 
     Raises:
         TypeError: the value is neither.
@@ -76,10 +76,10 @@ def to_turn_result(value: Any) -> TurnResult:
 
 
 def checked_said(said: Any, *, tokens: bool, chat: bool) -> Any:
-    """An observation as a text, a list of messages or a list of ids; None if there are no words.
+    """Check an observation; returns a text, a list of messages or a list of ids, or None if there are no words.
 
     Raises:
-        TypeError: the observation has another type than the environment and the prompts ask for.
+        TypeError: the type of the observation does not match the environment's ``tokens`` or the prompts.
     """
     if said is None:
         return None

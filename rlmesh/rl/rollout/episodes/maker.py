@@ -1,4 +1,4 @@
-"""`EpisodeMaker`: plays episodes on an engine of this process, many at a time, each with its deadlines."""
+"""`EpisodeMaker`: plays episodes with an engine of this process, many at a time, each with its own deadlines."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ CLOSE_S = 10.0
 
 
 class EpisodeMaker:
-    """Plays episodes on one engine. Its loop, and the endpoint of agents, live until `close`.
+    """Plays episodes with one engine. Its event loop, and the endpoint for agents, run until `close`.
 
     Args:
-        engine: samples the turns.
-        tokenizer: of transformers.
-        plan: of the run.
+        engine: the engine that samples the turns.
+        tokenizer: a tokenizer of transformers.
+        plan: the run's plan for episodes.
     """
 
     def __init__(self, engine: RolloutEngine, tokenizer: Any, plan: EpisodePlan) -> None:
@@ -50,24 +50,24 @@ class EpisodeMaker:
         self._thread.start()
 
     def make(self, tasks: Sequence[EpisodeTask], params: SamplingParams) -> list[list[Episode]]:
-        """Play episodes; gives for each task its episode, and more if its agent opened branches.
+        """Play episodes; returns one episode per task, or several if its agent opened branches.
 
-        An episode that fails does not raise: it has a `Episode.failure`.
+        An episode that fails raises no error, but has an `Episode.failure`.
 
         Args:
-            params: of each turn. The seed is that of the task.
+            params: parameters of each turn, with the seed of the task in place of their own.
 
         Raises:
-            UsageError, WeightsNotReady: of the engine; all episodes of the call are given up.
+            UsageError, WeightsNotReady: raised by the engine; all episodes of the call are given up.
         """
         return self.start(tasks, params).result()
 
     def start(self, tasks: Sequence[EpisodeTask], params: SamplingParams) -> Future[list[list[Episode]]]:
-        """As `make`, without waiting. ``cancel()`` gives the episodes up."""
+        """As `make`, but returns a future at once. ``cancel()`` gives the episodes up."""
         return asyncio.run_coroutine_threadsafe(self._play_all(tasks, params), self._loop)
 
     def close(self) -> None:
-        """End the endpoint and the loop. Episodes that are being played are given up."""
+        """End the endpoint and the event loop. Running episodes are given up."""
         if self._loop.is_closed():
             return
         with suppress(TimeoutError):
@@ -94,7 +94,7 @@ class EpisodeMaker:
 
     async def _play_all(self, tasks: Sequence[EpisodeTask], params: SamplingParams) -> list[list[Episode]]:
         if self.plan.agent is not None:
-            async with self._starts:  # calls run beside each other
+            async with self._starts:  # calls run concurrently
                 if self._endpoint is None:
                     await self._start_endpoint()
         room = asyncio.Semaphore(self.plan.settings.parallel)
@@ -123,8 +123,8 @@ class EpisodeMaker:
         )  # fmt: skip
         await endpoint.start()
         self._endpoint = endpoint
-        # OpenAI's client finds its key there, so that an agent needs to take nothing but a base URL. A key of the user
-        # stays, for other clients of this process; requests to the URL of an episode may have it too.
+        # OpenAI's client takes its key from the environment, so an agent needs only a base URL. A user's own key is
+        # kept, for other clients of this process, and is accepted at the URLs of episodes too.
         if not own:
             os.environ[KEY] = endpoint.api_key
 
@@ -163,7 +163,7 @@ class _Game:
     """An episode with an environment or tools.
 
     Attributes:
-        place: where the episode is, for errors.
+        place: the present place in the episode, for errors.
     """
 
     def __init__(self, maker: EpisodeMaker, task: EpisodeTask, params: SamplingParams) -> None:
@@ -210,7 +210,7 @@ class _Game:
         self._finish = "max_turns"
 
     def _begin(self, chat: Any, said: Any) -> list[int]:
-        """The ids that the first turn of the policy continues."""
+        """The token ids before the first turn of the policy."""
         if said is None:
             return self._prompt
         if self._partner.tokens:
@@ -227,7 +227,7 @@ class _Game:
         return self._prompt
 
     def _continue(self, chat: bool, parent: RecordedTurn, said: Any) -> list[int]:
-        """The ids between a turn of the policy and the next one."""
+        """The token ids between a turn of the policy and its next turn."""
         if self._partner.tokens:
             return list(said or ())
         new = [] if said is None else _as_messages(said)
@@ -235,14 +235,14 @@ class _Game:
         if not chat:
             return [] if said is None else self._spans.text(said)
         if not new:
-            raise EpisodeFailed(f"{self.place}: an environment in a chat says something, or is done")
+            raise EpisodeFailed(f"{self.place}: in a chat, an environment must answer with words, or with done=True")
         try:
             return self._spans.extension(before, parent.turns[-1].ids.tolist(), new)
         except UsageError as error:
             raise EpisodeFailed(f"{self.place}: {error}") from error
 
     async def end(self) -> None:
-        """Close the partner; its errors are no concern of an episode that is over."""
+        """Close the partner; its errors are ignored, since the episode is over."""
         with suppress(PlaceTimeout, EpisodeFailed):
             await self._partner.close()
         self._thread.close()

@@ -1,4 +1,4 @@
-"""Rewards that were found during the episode: the return of an environment, and the result of an agent."""
+"""Reward functions for rewards from the episode itself: the return of an environment, and the result of an agent."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The partner of the policy in an episode: an environment of the user, or tools."""
+"""The partner of the policy in an episode: a user's environment, or tools."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ class EpisodeFailed(Exception):
 
 
 class Partner(Protocol):
-    """The answers to the policy's turns.
+    """The interface of a partner, which answers the policy's turns.
 
     Attributes:
-        tokens: turns and answers are token ids.
+        tokens: True if turns and answers are token ids.
     """
 
     tokens: bool
 
     async def reset(self, row: Mapping[str, Any]) -> Any:
-        """The words that follow the prompt, or None."""
+        """Begin an episode; returns the words that follow the prompt, or None."""
         ...
 
     async def step(self, action: Any, turn: int) -> TurnResult:
-        """The answer to a turn of the policy; turns count from 1."""
+        """Answer a turn of the policy; turns count from 1."""
         ...
 
     async def close(self) -> None:
@@ -41,13 +41,13 @@ class Partner(Protocol):
 
 
 class EnvironmentPartner:
-    """An environment of the user, on the thread of its episode.
+    """A user's environment, on the thread of its episode.
 
     Args:
         make: makes the environment.
-        chat: the prompts are chat messages.
-        thread: of the episode.
-        settings: of the run.
+        chat: True if the prompts are chat messages.
+        thread: the thread of the episode.
+        settings: limits of episodes.
         episode: name of the episode.
     """
 
@@ -99,12 +99,12 @@ class ToolPartner:
     """Carries out the tool calls of the policy. The episode ends with a turn that calls no tool.
 
     Args:
-        tools: that the policy may call.
+        tools: the tools that the policy may call.
         parse: finds the calls in a turn.
-        chat: the prompts are chat messages: the result of each call is a message of the role ``tool``. Otherwise the
-            results are the text that follows.
-        thread: of the episode.
-        settings: of the run.
+        chat: True if the prompts are chat messages: the result of each call then is a message of the role ``tool``.
+            Otherwise the results are a text.
+        thread: the thread of the episode.
+        settings: limits of episodes.
         episode: name of the episode.
     """
 
@@ -124,9 +124,11 @@ class ToolPartner:
     async def step(self, action: Any, turn: int) -> TurnResult:
         where = f"{self._episode} turn {turn}"
         try:
-            calls = list(self._parse(action))
+            calls: list[Any] = list(self._parse(action))
         except Exception as error:
             raise EpisodeFailed(f"{where}: tool_calls failed: {type(error).__name__}: {error}") from error
+        if wrong := [call for call in calls if not isinstance(call, ToolCall)]:
+            raise EpisodeFailed(f"{where}: tool_calls returns a list of ToolCall(name, arguments), not {wrong[0]!r}")
         if not calls:
             return TurnResult(done=True)
         answers = [(call, await self._carry_out(call, where)) for call in calls]
@@ -135,7 +137,7 @@ class ToolPartner:
         return TurnResult([{"role": "tool", "name": call.name, "content": answer} for call, answer in answers])
 
     async def _carry_out(self, call: ToolCall, where: str) -> str:
-        """The answer to a call as a text."""
+        """Carry out a call; returns the answer as a text."""
         place = f"{where} tool {call.name}"
         tool = self._tools.get(call.name)
         fault = call.fault or (

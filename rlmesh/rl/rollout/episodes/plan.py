@@ -1,4 +1,4 @@
-"""`EpisodePlan`: how the episodes of a run are played, and the faults of that before any process starts."""
+"""`EpisodePlan`: the settings of a run's episodes, and their checks before any process starts."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ import ipaddress
 import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from difflib import get_close_matches
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
 from rlmesh.errors import UsageError
 from rlmesh.rl.data.chat import Message
+from rlmesh.rl.faults import did_you_mean, unknown_parameters
 from rlmesh.rl.rollout.episodes.chat_spans import ChatSpans
 from rlmesh.rl.rollout.episodes.settings import EpisodeSettings
 from rlmesh.rl.rollout.episodes.tools import Tool, ToolCallParser, hermes_calls, tools_of
@@ -21,7 +21,7 @@ from rlmesh.rl.rollout.episodes.tools import Tool, ToolCallParser, hermes_calls,
 __all__ = ["AGENT_INPUTS", "KEY", "EpisodePlan", "callable_name", "is_local", "own_key"]
 
 KEY = "OPENAI_API_KEY"
-"""The variable in which OpenAI's clients look for their key."""
+"""The environment variable from which OpenAI's clients take their key."""
 AGENT_INPUTS = {
     "base_url": "the base URL of the episode, for a client of OpenAI's interface",
     "api_key": "the key of the endpoint; the variable OPENAI_API_KEY has it too, unless it has a key of the user",
@@ -38,7 +38,7 @@ class EpisodePlan:
     Attributes:
         settings: limits and the treatment of errors.
         environment: makes an environment for each episode; None: there is none.
-        tools: that the policy may call.
+        tools: the tools that the policy may call.
         agent: a function that plays an episode by requests to the endpoint; None: there is none.
         max_prompt_tokens, turn_tokens: the most tokens of a prompt, and of a turn of the policy.
         prompt_key: the column of the prompts.
@@ -75,7 +75,7 @@ class EpisodePlan:
         return None if isinstance(prompt, str) or prompt is None else [dict(one) for one in prompt]
 
     def spans(self, tokenizer: Any) -> ChatSpans:
-        """Tokenises the words of the run's episodes."""
+        """Make the `ChatSpans` of the run's episodes."""
         return ChatSpans(tokenizer, [tool.schema for tool in self.tools], self.template)
 
     def parser(self) -> ToolCallParser:
@@ -101,7 +101,7 @@ class EpisodePlan:
 
     @staticmethod
     def faults(run: Any) -> Iterator[str]:
-        """One sentence per fault of a run's environment, tools and agent that needs no tokenizer."""
+        """One sentence per fault of environment, tools and agent whose check needs no tokenizer."""
         given = [name for name in ("environment", "tools", "agent") if getattr(run, name) not in (None, (), [])]
         if len(given) > 1:
             yield f"{' and '.join(given)}: an episode has one of them; an agent offers its tools in its requests"
@@ -121,7 +121,7 @@ class EpisodePlan:
                 )
 
     def slow_faults(self, tokenizer: Any, row: Mapping[str, Any]) -> Iterator[str]:
-        """One sentence per fault that needs the tokenizer or a row: the chat template cannot be extended, or the
+        """One sentence per fault whose check needs the tokenizer or a row: the chat template cannot be extended, or the
         environment fails at its start."""
         try:
             self.parser()
@@ -137,11 +137,11 @@ class EpisodePlan:
             yield from self._start_faults(row)
 
     def length_faults(self, prompt: int, positions: int | None) -> Iterator[str]:
-        """A fault if an episode can be longer than the model's texts.
+        """A fault if an episode can be longer than the model's longest text.
 
         Args:
             prompt: tokens of the longest prompt; 0 if the agent writes the prompts.
-            positions: of the model; None: unknown.
+            positions: the model's longest text, in tokens; None: unknown.
         """
         longest = prompt + self.settings.max_tokens
         if positions is not None and longest > positions:
@@ -151,7 +151,7 @@ class EpisodePlan:
             )
 
     def extras_of(self, row: Mapping[str, Any]) -> dict[str, Any]:
-        """The extras of an episode with one empty turn, on which rewards are tried."""
+        """The extras of an example episode with one empty turn, on which rewards are tried."""
         asked = self.chat_of(row) or [{"role": "user", "content": str(row.get(self.prompt_key, ""))}]
         found: dict[str, Any] = {"turns": 1, "messages": [*asked, {"role": "assistant", "content": ""}]}
         if self.environment is not None:
@@ -212,12 +212,12 @@ def _environment_faults(environment: Any) -> Iterator[str]:
 
 
 def own_key() -> str:
-    """The key of the user in the environment; empty without one."""
+    """The user's key in the environment; empty without one."""
     return os.environ.get(KEY, "")
 
 
 def is_local(host: str) -> bool:
-    """True if requests to an address do not leave this machine."""
+    """True if an address is on this machine only (loopback)."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -239,14 +239,9 @@ def _agent_faults(agent: Any) -> Iterator[str]:
     parameters = inspect.signature(agent).parameters.values()
     if any(one.kind is one.POSITIONAL_ONLY for one in parameters):
         yield f"agent={name}: arguments go by name, and it has positional ones"
-    unknown = [
-        one.name for one in parameters
-        if one.name not in AGENT_INPUTS and one.default is one.empty
-        and one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)
-    ]  # fmt: skip
+    unknown = unknown_parameters(agent, AGENT_INPUTS)
     for one in unknown:
-        near = get_close_matches(one, AGENT_INPUTS, 1)
-        meant = f" (did you mean {near[0]!r}?)" if near else ""
-        yield f"agent={name} has a parameter {one!r} without a default{meant}: it may have {', '.join(AGENT_INPUTS)}"
+        meant = did_you_mean(one, AGENT_INPUTS)
+        yield f"agent={name} has a parameter {one!r} without a default; it may have {', '.join(AGENT_INPUTS)}{meant}"
     if not unknown and not any(one.name == "base_url" for one in parameters):
         yield f"agent={name} has no parameter base_url: it could not ask the policy for anything"

@@ -1,4 +1,5 @@
-"""`Recording`: the turns of an episode with their token ids, as a tree: a changed history opens a branch."""
+"""`Recording`: the turns of an episode with their token ids, as a tree: a request with a changed history opens a
+branch."""
 
 from __future__ import annotations
 
@@ -21,11 +22,11 @@ class RecordedTurn:
     Attributes:
         said: the conversation up to the end of this turn in the client's form: a text, a tuple of token ids, or a list
             of messages. A request that begins with it continues this turn.
-        turns: from the beginning of the episode.
+        turns: all turns from the beginning of the episode.
         ids: the token ids of ``turns``.
-        answers: the number of turns that follow this one directly, those that are being sampled included.
-        depth: the number of turns of the policy, this one included.
-        finish_reason: of this turn.
+        answers: number of turns that follow this one directly, including turns that are being sampled.
+        depth: number of turns of the policy, including this one.
+        finish_reason: the reason for the end of this turn.
     """
 
     said: Any
@@ -49,10 +50,10 @@ class Recording:
         return len(self._turns)
 
     def find(self, given: Any) -> RecordedTurn:
-        """The last turn that a request continues; the root if it continues none.
+        """The last recorded turn that a request continues; the root if it continues none.
 
         Args:
-            given: the whole conversation, in a form of `RecordedTurn.said`.
+            given: the whole conversation, in one of the forms of `RecordedTurn.said`.
         """
         found = self.root
         for turn in self._turns:
@@ -67,8 +68,8 @@ class Recording:
         Args:
             parent: the turn before it, or the root.
             before: the environment's token ids between the two.
-            sample: of the engine.
-            said: see `RecordedTurn`.
+            sample: the engine's sample.
+            said: the conversation after the turn, see `RecordedTurn`.
 
         Raises:
             ValueError: the sample continues other tokens than the recorded ones.
@@ -90,7 +91,7 @@ class Recording:
         return [turn for turn in self._turns if turn not in inner]
 
     def _cut_off(self, last: RecordedTurn) -> dict[str, str]:
-        """The turns of a branch that ended at a limit of tokens or time: number of the turn → the limit."""
+        """The limits of tokens or time that ended turns of a branch, by the turn's number."""
         found, turn = {}, last
         while turn is not self.root:
             if turn.finish_reason in CUT_OFF:
@@ -101,14 +102,14 @@ class Recording:
     def episodes(
         self, prompt: Ids, extras: Mapping[str, Any], *, finish_reason: str = "", failure: str = ""
     ) -> list[Episode]:
-        """One episode per branch, at least one. A turn of the policy that several branches have is the policy's in the
-        first of them, and counts as the environment's in the others, so that it is trained on once.
+        """One episode per branch, at least one. If several branches have a turn of the policy, it counts as the
+        policy's in the first of them and as the environment's in the others, so that it is trained on once.
 
         Args:
-            prompt: of an episode without any turn of the policy.
-            extras: of all episodes.
-            finish_reason: ``""``: that of the last turn.
-            failure: the reason why the episode failed.
+            prompt: the prompt, for an episode without any turn of the policy.
+            extras: the extras of all episodes.
+            finish_reason: the reason for the end; ``""``: that of the last turn.
+            failure: the reason why the episode failed; ``""``: it did not fail.
         """
         taken: set[int] = set()
         made = []

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
+from rlmesh.rl.faults import too_small
 from rlmesh.rl.rollout.episodes.tools import ToolCallParser
 
 __all__ = ["EpisodeSettings"]
@@ -21,17 +22,18 @@ class EpisodeSettings:
         max_turns: the most turns of the policy in an episode.
         max_tokens: the most tokens of an episode after its prompt, those of the environment included. A turn of the
             policy has at most ``rollout.max_tokens``.
-        turn_timeout_s: seconds that the engine, a tool, the environment, or an agent between two requests may take.
-        episode_timeout_s: seconds of a whole episode.
+        turn_timeout_s: time limit in seconds for each turn of the engine, each call of a tool or the environment, and
+            the time between two requests of an agent.
+        episode_timeout_s: time limit in seconds for a whole episode.
         tool_errors: an exception of a tool becomes a message to the policy (``"message"``), or the episode fails
             (``"fail"``). A tool that does not answer in time fails its episode in any case.
         tool_calls: the form in which the policy calls tools: ``"hermes"`` (JSON between ``<tool_call>`` and
             ``</tool_call>``), or a function from a text to a list of `ToolCall`, or its ``module:function``.
-        history: a request of an agent that does not continue the recorded turns is refused (``"error"``), or opens a
-            branch, an episode of its own (``"branch"``).
+        history: if a request of an agent changes the recorded turns, it is refused (``"error"``), or opens a branch,
+            which becomes an episode of its own (``"branch"``).
         parallel: the most episodes that an engine plays at a time.
         host: the address on which the endpoint of agents listens.
-        port: of the endpoint; 0: a free one for each engine.
+        port: port of the endpoint; 0: a free one for each engine.
     """
 
     max_turns: int = 8
@@ -47,9 +49,7 @@ class EpisodeSettings:
 
     def faults(self) -> Iterator[str]:
         """One sentence per fault."""
-        for name in ("max_turns", "max_tokens", "parallel"):
-            if getattr(self, name) < 1:
-                yield f"{name}={getattr(self, name)} must be ≥ 1"
+        yield from too_small(self, 1, "max_turns", "max_tokens", "parallel")
         for name in SECONDS:
             if not 0 < getattr(self, name) < float("inf"):
                 yield f"{name}={getattr(self, name)} must be a number of seconds > 0"

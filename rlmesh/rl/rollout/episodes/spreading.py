@@ -1,6 +1,6 @@
-"""`EpisodeSpread`: episodes that are not trained on, such as those of a validation, played by all engines.
+"""`EpisodeSpread`: plays episodes that are not trained on, such as those of a validation, with all engines.
 
-Episodes to train on go through the run's buffer (`rlmesh.rl.rollout.episodes.engines`).
+The run's buffer requests the episodes to train on (`rlmesh.rl.rollout.episodes.engines`).
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ MOST_TOLD = 3
 
 
 class EpisodeSpread:
-    """Plays the episodes of a run.
+    """Distributes episodes over the engines.
 
     Args:
-        engines: gives the members that play (:class:`rlmesh.rl.roles.playing.PlaysEpisodes`) now.
-        push_again: gives weights to engines that have none.
+        engines: returns the members that can play now (:class:`rlmesh.rl.roles.sampling.SamplingRole`).
+        push_again: pushes weights to engines that have none.
     """
 
     def __init__(self, engines: Callable[[], Any], push_again: Callable[[], None]) -> None:
@@ -43,10 +43,10 @@ class EpisodeSpread:
 
         Args:
             rows: the row of each prompt.
-            params: of each turn; its seed determines those of the episodes.
+            params: parameters of each turn; the seeds of the episodes are derived from their seed.
 
         Raises:
-            RuntimeError: the engines could not play all episodes, since they have no weights or died again and again.
+            RuntimeError: the engines could not play all episodes: they have no weights, or died in several attempts.
         """
         seed = params.seed
         tasks = [
@@ -59,7 +59,7 @@ class EpisodeSpread:
         left = tasks
         for attempt in range(ATTEMPTS):
             if attempt:
-                self._push_again()  # an engine restarted, or slept, since the push
+                self._push_again()  # an engine has restarted or slept since the push
             left = self._attempt(left, params, found)
             if not left:
                 return [found[task.number] for task in tasks]
@@ -68,8 +68,8 @@ class EpisodeSpread:
     def _attempt(
         self, tasks: Sequence[EpisodeTask], params: SamplingParams, found: dict[int, list[Episode]]
     ) -> list[EpisodeTask]:
-        """Play episodes; returns those that are to be made again."""
-        # Not idempotent: a death is to be seen here and counted, instead of a silent second call.
+        """Play episodes; returns those that must be played again."""
+        # Not idempotent: a death must raise here and be counted, instead of a silent second call.
         engines = self._engines().options(return_exceptions=True, idempotent=False)
         count = len(engines)
         parts = [list(tasks[rank::count]) for rank in range(count)]
@@ -89,8 +89,9 @@ class EpisodeSpread:
 
 
 def episode_report(groups: Sequence[Group]) -> dict[str, float]:
-    """Numbers for the report of a step: turns per episode, the share of failed episodes, and the number of branches.
-    The places of some failed episodes are logged."""
+    """Metrics of episodes: turns per episode, the share of failed episodes, and the number of branches.
+
+    The failures of some episodes are logged."""
     episodes = Group.episodes_of(groups)
     failures = [episode.failure for episode in episodes if episode.failure]
     for failure in failures[:MOST_TOLD]:

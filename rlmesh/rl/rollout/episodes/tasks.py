@@ -1,4 +1,4 @@
-"""`EpisodeTask`: one episode that is to be played, as it travels to the member that plays it."""
+"""`EpisodeTask`: a request to play an episode, which is sent to a member."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ class EpisodeTask:
     """An episode to play.
 
     Attributes:
-        number: of the episode, for errors.
+        number: number of the episode, for errors.
         prompt: ``[tokens]``, the ids of the row's prompt.
-        row: of the data set.
-        seed: of the episode; None: different turns each time.
+        row: the row of the data set.
+        seed: seed of the episode; None: the turns differ each time.
     """
 
     number: int
@@ -35,7 +35,7 @@ class EpisodeTask:
 
     @classmethod
     def of(cls, request: GroupRequest) -> list[EpisodeTask]:
-        """The episodes of a group, numbered through the run."""
+        """The episodes of a group. Their numbers are unique in the run."""
         prompt, first = np.asarray(request.prompt, np.int32), request.position * len(request.seeds)
         return [cls(first + place, prompt, request.row, seed) for place, seed in enumerate(request.seeds)]
 
@@ -45,7 +45,7 @@ class EpisodeTask:
         return f"episode {self.number}"
 
     def params(self, params: SamplingParams, turn: int, max_tokens: int) -> SamplingParams:
-        """The parameters of a turn: its seed is made of the episode's and the number of the turn, from 0 on, whichever
-        engine samples it."""
+        """The parameters of a turn. Its seed is derived from the episode's seed and the number of the turn (from 0 on),
+        so it does not depend on the engine."""
         seed = None if self.seed is None else (self.seed * 8209 + turn) % SEEDS
         return replace(params, seed=seed, max_tokens=min(params.max_tokens, max_tokens))

@@ -1,4 +1,4 @@
-"""Tools: functions that the policy calls in its turns, and the environment that carries these calls out."""
+"""Tools: functions that the policy calls in its turns, their schemas, and the parsing of calls."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ class ToolCall:
     """A call that the policy makes.
 
     Attributes:
-        name: of the tool.
-        arguments: by name.
-        fault: the reason why the call cannot be read; the policy is told.
+        name: name of the tool.
+        arguments: arguments by name.
+        fault: the reason why the call cannot be parsed, which becomes a message to the policy; ``""``: none.
     """
 
     name: str
@@ -33,19 +33,19 @@ class ToolCall:
 
 
 ToolCallParser = Callable[[str], Sequence[ToolCall]]
-"""The text of a turn → the calls in it, in order."""
+"""A function from the text of a turn to the calls in it, in order."""
 
 
 @dataclass(frozen=True)
 class Tool:
-    """A function that the policy may call, with the description that it gets.
+    """A function that the policy may call, with its description for the policy.
 
     Attributes:
-        function: plain or ``async``. Its result becomes a message: a text as it is, anything else as JSON.
-        name: ``""``: that of the function.
-        description: ``""``: the first paragraph of the function's docstring.
-        parameters: JSON schema of the arguments; None: from the function's signature and annotations.
-        timeout_s: of one call; None: the turn's deadline.
+        function: a plain or ``async`` function. Its result becomes a message: a text unchanged, anything else as JSON.
+        name: name of the tool; ``""``: the name of the function.
+        description: text for the policy; ``""``: the first paragraph of the function's docstring.
+        parameters: JSON schema of the arguments; None: it is derived from the function's signature and annotations.
+        timeout_s: time limit of a call; None: the time limit of the turn.
     """
 
     function: Callable[..., Any]
@@ -87,7 +87,7 @@ class Tool:
 
 
 def tools_of(given: Any) -> tuple[Tool, ...]:
-    """Tools of functions and `Tool` objects.
+    """Turn functions and `Tool` objects into a tuple of tools.
 
     Raises:
         UsageError: something else is given, or two tools have one name.
@@ -103,8 +103,8 @@ def tools_of(given: Any) -> tuple[Tool, ...]:
 
 
 def hermes_calls(text: str) -> list[ToolCall]:
-    """The calls in a text: JSON with ``name`` and ``arguments`` between ``<tool_call>`` and ``</tool_call>``, the form
-    of Hermes and Qwen. A call that is no such JSON has a ``fault``."""
+    """Parse the calls in a text, in the format of Hermes and Qwen: JSON with ``name`` and ``arguments`` between
+    ``<tool_call>`` and ``</tool_call>``. A call with other content has a ``fault``."""
     return [_hermes_call(found) for found in _HERMES.findall(text)]
 
 

@@ -1,4 +1,4 @@
-"""`TurnSampler`: requests to an engine from an event loop, each with a deadline."""
+"""`TurnSampler`: samples turns with an engine from an event loop, each with a deadline."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from rlmesh.rl.rollout.episodes.deadlines import PlaceTimeout
 __all__ = ["TurnSampler"]
 
 THREADS = 16
-"""Threads that wait until the engine, which may be paused for new weights, lets requests in."""
+"""Threads that wait for the engine to admit requests; it may be paused for new weights."""
 
 
 class TurnSampler:
     """Samples single turns.
 
     Args:
-        engine: of the job.
+        engine: the engine.
     """
 
     def __init__(self, engine: RolloutEngine) -> None:
@@ -31,10 +31,10 @@ class TurnSampler:
         self, ids: Sequence[int], params: SamplingParams, *, timeout_s: float, place: str,
         on_tokens: OnTokens | None = None,
     ) -> Sample:  # fmt: skip
-        """One response.
+        """Sample one response.
 
         Args:
-            place: for the text of the error.
+            place: the place, for the text of the error.
 
         Raises:
             PlaceTimeout: there is none after ``timeout_s``; the request is given up.

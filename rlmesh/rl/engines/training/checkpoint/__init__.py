@@ -1,1 +1,1 @@
-"""Checkpoints of training engines: written whole, read for any number of ranks."""
+"""Checkpoints of training engines: complete or absent, and readable with any number of ranks."""

@@ -1,8 +1,8 @@
-"""Reads torch's distributed checkpoints as data: no content of a checkpoint can run code.
+"""Reads torch's distributed checkpoints without running code from them.
 
-torch stores a checkpoint's index (``.metadata``) as a pickle, and loads other objects than tensors with ``torch.load``,
-which may run code. Here the index may only have the few classes that describe tensors and their files, files must be
-in the checkpoint's own folder, and other objects are loaded with ``weights_only=True``.
+Torch stores a checkpoint's index (``.metadata``) as a pickle, and loads objects that are not tensors with
+``torch.load``; both may run code. Here the index may contain only the few classes that describe tensors and their
+files, files must be in the checkpoint's own folder, and objects are loaded with ``weights_only=True``.
 """
 
 from __future__ import annotations
@@ -78,10 +78,10 @@ class CheckedReader(FileSystemReader):
 
 
 class TensorsOnly(DefaultLoadPlanner):
-    """Loads objects that are not tensors as data as well, so that none of them can run code."""
+    """Loads objects that are not tensors with ``weights_only=True``, so that they cannot run code."""
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        # Checked here, then written again for torch, so that it reads exactly the checked content.
+        # The checked content is serialised again, so that torch reads exactly this content.
         checked = torch.load(value, weights_only=True)
         plain = io.BytesIO()
         torch.save(checked, plain)

@@ -1,4 +1,4 @@
-"""Sizes and checksums of a checkpoint's files, which show that one of them is torn or was altered."""
+"""Sizes and checksums of a checkpoint's files, which reveal incomplete or altered files."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ class FileSum:
     """The expected size and checksum of a file.
 
     Attributes:
-        size_bytes: its length.
-        sha256: its checksum, in hexadecimal digits.
+        size_bytes: length of the file.
+        sha256: checksum of the file, in hexadecimal digits.
     """
 
     size_bytes: int
@@ -40,12 +40,12 @@ def sums_of(folder: Path, names: Iterable[str]) -> dict[str, FileSum]:
 
 
 def damage_of(folder: Path, sums: Mapping[str, FileSum], names: Iterable[str] | None = None) -> str:
-    """The first file that is not as it was written, and how it differs; empty if all are.
+    """A text about the first file that differs from what was written; empty if there is none.
 
     Args:
-        folder: of the files.
-        sums: of each file that must be there.
-        names: the files to look at; None: all of ``sums``.
+        folder: folder of the files.
+        sums: expected sizes and checksums, by file name.
+        names: the files to check; None: all of ``sums``.
     """
     for name in sorted(sums if names is None else names):
         path, wanted = folder / name, sums[name]
@@ -61,11 +61,11 @@ def damage_of(folder: Path, sums: Mapping[str, FileSum], names: Iterable[str] | 
 
 
 def sums_from(fields: Any) -> dict[str, FileSum]:
-    """Sums as they were written to JSON.
+    """Read sizes and checksums from JSON values.
 
     Raises:
-        TypeError: it is something else.
-        ValueError: a name is that of a file outside the folder.
+        TypeError: the values have another form.
+        ValueError: a name leads out of the folder.
     """
     if not isinstance(fields, dict):
         raise TypeError(f"expected the sums of files, not {fields!r:.80}")

@@ -28,16 +28,16 @@ KIND = "torch"
 def write_state(
     folder: Path, state: dict[str, Any], steps: int, side: dist.ProcessGroup | None, stage: AsyncStager
 ) -> Callable[[], Path]:
-    """Copy a state, and begin to write it. A collective step.
+    """Copy a state, and begin to write it. Collective: all ranks call it.
 
     Args:
         state: nested mappings of tensors and DTensors; they may differ between ranks.
-        side: a group for checkpoints alone.
+        side: a process group for checkpoints only.
         stage: copies the state.
 
     Returns:
-        a function that waits, makes the checkpoint the current one, and returns its folder. It is a collective step
-        too, and blocks: call it on a thread of its own.
+        a function that waits for the files, makes the checkpoint the current one, and returns its folder. It is
+        collective too, and blocks: call it on its own thread.
     """
     rank, count = ranks.here()
     place = CheckpointFolder(folder)
@@ -52,7 +52,7 @@ def write_state(
     def finish() -> Path:
         try:
             writing.result()
-            # Each rank reads its own files, which may be in no other node's page cache.
+            # Each rank reads its own files, since only its node may have them in the page cache.
             mine = [path.name for path in data.iterdir() if path.name.startswith(f"__{rank}_") or _is_index(path, rank)]
             parts = ranks.gathered(_attempt(lambda: sums_of(data, mine)), side)
             if faults := [str(part) for part in parts if isinstance(part, OSError)]:
@@ -60,9 +60,9 @@ def write_state(
             saved = Saved(name, steps, KIND, count, {name: one for part in parts for name, one in part.items()})
             _on_first(rank, side, lambda: place.commit(saved), failed)
         except BaseException as error:
-            if rank == 0:  # room for the next one
+            if rank == 0:  # makes room for the next checkpoint
                 shutil.rmtree(data, ignore_errors=True)
-            if isinstance(error, CheckpointException):  # its text is the tracebacks of all ranks
+            if isinstance(error, CheckpointException):  # the text of this error is the tracebacks of all ranks
                 first = next(iter(error.failures.values()))[0]
                 raise OSError(f"{failed}: {first}") from error
             raise
@@ -76,7 +76,7 @@ def _is_index(path: Path, rank: int) -> bool:
 
 
 def _attempt(work: Callable[[], Any]) -> Any:
-    """The result, or the error: every rank has to tell the others."""
+    """The result or the error of ``work``, which the rank then sends to the others."""
     try:
         return work()
     except OSError as error:
@@ -99,23 +99,23 @@ def _on_first(rank: int, side: dist.ProcessGroup | None, work: Callable[[], Any]
 
 
 def read_state(place: CheckpointFolder, saved: Saved, state: dict[str, Any], side: dist.ProcessGroup | None) -> None:
-    """Fill the tensors of ``state``, in place, from a checkpoint. A collective step; other tensors are not read.
+    """Fill the tensors of ``state``, in place, from a checkpoint. Collective; other tensors are not read.
 
     Raises:
-        UsageError: see `require_whole`; or the checkpoint lacks a tensor of the state or has it in another shape.
+        UsageError: see `require_whole`; or the checkpoint lacks a tensor of the state, or has it in another shape.
     """
     reader = CheckedReader(place.data_of(saved))
-    # On every rank before the collective step, which would wrap an error.
+    # Checked on every rank before the collective step, which would wrap an error.
     _require_fit(place.folder, reader.read_metadata(), state)
     load(state, storage_reader=reader, planner=TensorsOnly(), process_group=side, no_dist=side is None)
 
 
 def require_whole(place: CheckpointFolder, saved: Saved, side: dist.ProcessGroup | None) -> None:
-    """Refuse a checkpoint that is not as this library wrote it. A collective step: the ranks share the files.
+    """Check that a checkpoint is complete and unaltered. Collective: each rank checks a share of the files.
 
     Raises:
         UsageError: the checkpoint is of another kind, another user can have written it, or a file of it is missing,
-            torn or altered.
+            incomplete or altered.
     """
     if saved.kind != KIND:
         raise UsageError(f"{place.folder} holds a checkpoint of kind {saved.kind!r}; this engine reads {KIND!r}")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,27 +12,28 @@ from torch import nn
 
 from rlmesh import WeightSource
 from rlmesh.rl.engines.training import ranks
+from rlmesh.rl.engines.weight_parts import names_in_parts
 
 FILE_BYTES = 2 << 30
 
 
-def write_safetensors(
-    folder: Path, source: WeightSource, model: nn.Module, rank: int, *, file_bytes: int = FILE_BYTES
-) -> None:
-    """Write all weights, tied ones once, and the configuration, if the model has one. ``folder`` appears, or is
-    replaced, when it is complete. Collective; rank 0 writes and holds one file's tensors at a time.
+def write_safetensors(folder: Path, source: WeightSource, model: nn.Module, rank: int) -> None:
+    """Write all weights (tied ones once), and the model's configuration if it has one.
+
+    ``folder`` appears, or is replaced, when all files are complete. Collective; rank 0 writes, and holds the tensors of
+    one file at a time.
 
     Raises:
         OSError: on every rank, if rank 0 could not write.
     """
-    _write(folder, source, model, rank, file_bytes, "model")
+    _write(folder, source, model, rank, FILE_BYTES, "model")
 
 
 def write_adapter(folder: Path, source: WeightSource, model: nn.Module, rank: int) -> None:
     """Write an adapter as ``adapter_model.safetensors`` with its configuration, as peft does; see `write_safetensors`.
 
     Args:
-        source: of the adapter's tensors alone.
+        source: source of the adapter's tensors only.
         model: peft's wrapper.
     """
     _write(folder, source, model, rank, sys.maxsize, "adapter_model")
@@ -42,7 +42,7 @@ def write_adapter(folder: Path, source: WeightSource, model: nn.Module, rank: in
 def _write(folder: Path, source: WeightSource, model: nn.Module, rank: int, file_bytes: int, stem: str) -> None:
     aside = folder.with_name(f".{folder.name}.tmp")
     fault = None
-    groups = list(_files(source.manifest(), file_bytes))
+    groups = list(names_in_parts(source.manifest(), file_bytes)) or [[]]
     for index, names in enumerate(groups):
         with source.gather(names) as tensors:
             if rank == 0 and fault is None:
@@ -52,20 +52,6 @@ def _write(folder: Path, source: WeightSource, model: nn.Module, rank: int, file
     fault = ranks.from_first(fault)
     if fault is not None:
         raise OSError(f"{folder} could not be written: {fault}")
-
-
-def _files(manifest: Any, most: int) -> Iterator[list[str]]:
-    names: list[str] = []
-    size = 0
-    for spec in manifest:
-        if spec.alias_of is not None:
-            continue
-        if names and size + spec.nbytes > most:
-            yield names
-            names, size = [], 0
-        names.append(spec.name)
-        size += spec.nbytes
-    yield names
 
 
 def _attempt(work: Any) -> str | None:
@@ -85,7 +71,7 @@ def _write_file(aside: Path, index: int, count: int, tensors: Any, stem: str) ->
 
     if index == 0:
         shutil.rmtree(aside, ignore_errors=True)
-        aside.mkdir(mode=0o700, parents=True)  # the owner may open it to others later
+        aside.mkdir(mode=0o700, parents=True)  # the owner may give others access later
     whole = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     save_file(whole, aside / _file_name(index, count, stem), metadata={"format": "pt"})
 

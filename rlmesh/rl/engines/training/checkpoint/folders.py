@@ -1,9 +1,9 @@
-"""Checkpoints that are complete or absent.
+"""`CheckpointFolder`: checkpoints of an engine that are complete or absent.
 
-A folder has the data of each checkpoint in a subfolder, and ``current.json``, which names the current checkpoint. This
-file is replaced atomically when all ranks have written their data; only then older data are deleted. So it names a
+The folder has the data of each checkpoint in a subfolder, and ``current.json``, which names the current checkpoint.
+This file is replaced atomically when all ranks have written their data; only then older data are deleted. So it names a
 complete checkpoint at any time, even after a kill. A checkpoint that another user can have written is not read unless
-the caller trusts it.
+the caller allows it.
 
 ::
 
@@ -62,10 +62,10 @@ class Saved:
 
 
 class CheckpointFolder:
-    """One engine's checkpoints. Only rank 0 writes here; the data are written by all ranks.
+    """The checkpoints of an engine. All ranks write data; only rank 0 writes ``current.json``.
 
     Args:
-        folder: the folder of all checkpoints of the engine.
+        folder: the folder of the engine's checkpoints.
         trust_others: read files that other users own or can write to.
     """
 
@@ -77,12 +77,13 @@ class CheckpointFolder:
         """The current checkpoint, which is complete.
 
         Raises:
-            UsageError: there is none, somebody else can have written it, or a later version of this library wrote it.
+            UsageError: there is none, another user can have written it, or a later version of this library wrote it.
         """
         path = self.folder / CURRENT
         try:
             if not self.trust_others:
-                # The folder first: if others cannot write to it, nobody replaces the file between check and read.
+                # The folder is checked first: if others cannot write to it, nobody replaces the file between check and
+                # read.
                 fault = fault_of(self.folder, self.folder.stat()) or fault_of(path, path.lstat())
                 if fault:
                     raise refused(self.folder, fault)
@@ -106,7 +107,7 @@ class CheckpointFolder:
         return self.folder / saved.data
 
     def fault_in(self, saved: Saved) -> str:
-        """The reason why the data of a checkpoint may not be loaded; empty if they may."""
+        """The reason why the data of a checkpoint must not be loaded; empty if there is none."""
         if self.trust_others:
             return ""
         try:
@@ -116,10 +117,10 @@ class CheckpointFolder:
         return str(refused(self.folder, fault)) if fault else ""
 
     def damage_in(self, saved: Saved, rank: int = 0, ranks: int = 1) -> str:
-        """The file of a checkpoint that is not as it was written, for the error; empty if there is none.
+        """A text about the first file of a checkpoint that differs from what was written; empty if there is none.
 
         Args:
-            rank, ranks: look at this rank's share of the files.
+            rank, ranks: check only the files of this rank's share.
         """
         if damage := damage_of(self.data_of(saved), saved.files, sorted(saved.files)[rank::ranks]):
             return f"the checkpoint in {self.folder} is not loaded: {damage}"
@@ -129,7 +130,7 @@ class CheckpointFolder:
         """Make a subfolder for new data; returns its name."""
         close_if_empty(self.folder)
         name = f"step-{steps:08d}-{secrets.token_hex(4)}"
-        # Private whatever the umask, as missing folders above; the owner may open the folders to others later.
+        # Private whatever the umask, like new folders above it; the owner may give others access later.
         for folder in (self.folder, self.folder / name):
             if not folder.exists():
                 private_files.make_folder(folder)
@@ -145,7 +146,7 @@ class CheckpointFolder:
         for other in self.folder.glob("step-*"):
             if other.name != saved.data:
                 shutil.rmtree(other, ignore_errors=True)
-        for draft in self.folder.glob(f".{CURRENT}.*.tmp"):  # left by a process that was killed
+        for draft in self.folder.glob(f".{CURRENT}.*.tmp"):  # left over from a process that was killed
             draft.unlink(missing_ok=True)
 
 

@@ -1,4 +1,4 @@
-"""Checks that no user but the reader and root can have written a checkpoint."""
+"""Checks that only the reader and root can have written a checkpoint."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ OTHERS_WRITE = 0o022
 
 
 def fault_of(path: Path, found: os.stat_result) -> str:
-    """Why somebody else can have written a file or folder; empty: nobody else can."""
+    """The reason why another user can have written a file or folder; empty if nobody else can."""
     if stat.S_ISLNK(found.st_mode):
         return f"{path} is a link, which is not followed"
     if not (stat.S_ISREG(found.st_mode) or stat.S_ISDIR(found.st_mode)):
         return f"{path} is neither a file nor a folder"
-    if found.st_uid not in (os.geteuid(), 0):  # root can do everything anyway
+    if found.st_uid not in (os.geteuid(), 0):  # root can write everywhere anyway
         return f"{path} belongs to {_user(found.st_uid)}, not to you ({_user(os.geteuid())})"
     if found.st_mode & OTHERS_WRITE:
         return f"{path} has mode {stat.S_IMODE(found.st_mode):04o}, so other users can change what is in it"
@@ -29,10 +29,10 @@ def fault_of(path: Path, found: os.stat_result) -> str:
 
 
 def faults_in(data: Path) -> str:
-    """The first fault of a folder and of all in it. ``data`` itself may be a link; a link inside it is a fault.
+    """The first fault of a folder and its content. ``data`` itself may be a link; a link inside it is a fault.
 
     Raises:
-        OSError: it cannot be looked at.
+        OSError: the folder cannot be read.
     """
     if fault := fault_of(data, data.stat()):
         return fault
@@ -52,13 +52,13 @@ def refused(folder: Path, fault: str) -> UsageError:
 
 
 def close_if_empty(folder: Path) -> None:
-    """Make a folder private if it exists, is empty, and others may write to it (it was made under a lax umask)."""
+    """Make a folder private if it exists, is empty, and others may write to it (as after a lax umask)."""
     try:
         found = folder.stat()
         if found.st_uid == os.geteuid() and found.st_mode & OTHERS_WRITE and not any(folder.iterdir()):
             folder.chmod(0o700)
     except OSError:
-        pass  # not there, or a file system without modes
+        pass  # the folder does not exist, or its file system has no modes
 
 
 def keep_others_from_writing(data: Path) -> None:
@@ -70,7 +70,7 @@ def keep_others_from_writing(data: Path) -> None:
                 try:
                     os.chmod(entry.path, stat.S_IMODE(mode) & ~OTHERS_WRITE)
                 except OSError:
-                    pass  # a file system without modes; `load` says so
+                    pass  # the file system has no modes; `load` reports this
 
 
 def _user(number: int) -> str:

@@ -1,4 +1,4 @@
-"""`HostStage`: the copy of a state in host memory from which a checkpoint is written while training goes on."""
+"""`HostStage`: copies a state to host memory, from where a checkpoint is written while training continues."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ __all__ = ["Copied", "HostStage"]
 
 
 class HostStage(AsyncStager):
-    """Copies states of one engine to memory that it keeps for the next checkpoint.
+    """Copies states of an engine to memory that is kept for the next checkpoint.
 
-    The first copy allocates that memory, whose pages the operating system makes as they are written: on a CPU, this
-    takes about ten times as long as a later copy. The memory is as large as the state, and pinned if there is a GPU.
+    The first copy allocates the memory, whose pages the operating system makes at their first write: on a CPU, it takes
+    about ten times as long as later copies. The memory is as large as the state, and pinned if there is a GPU.
     """
 
     _synchronize_after_execute = False
@@ -37,7 +37,7 @@ class HostStage(AsyncStager):
 
 
 class Copied(AsyncStager):
-    """For a state that is a copy already."""
+    """Stands for a stage where the state is a copy already."""
 
     _synchronize_after_execute = False
 
@@ -48,4 +48,4 @@ class Copied(AsyncStager):
         """Return at once."""
 
     def close(self) -> None:
-        """Keep nothing."""
+        """Has no effect: there is nothing to free."""

@@ -13,18 +13,19 @@ import torch
 from torch import Tensor, nn
 
 from rlmesh import ZeroSource
+from rlmesh.rl.engines.weight_parts import owned_names
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 PART_BYTES = 256 << 20
-"""The amount that is read at a time when a checkpoint is loaded."""
+"""A checkpoint is loaded in parts of this size."""
 
 State = dict[str, Any]
 """``{"model": {name: [..]}, "optimizer": {name: {"step": [], "exp_avg": [..], "exp_avg_sq": [..]}}}``, float32."""
 
 
 def state_of(engine: Any, source: ZeroSource, rank: int, ranks: int, *, frozen: bool = True) -> State:
-    """A CPU copy of every ``ranks``-th parameter from ``rank`` on; rank 0 also has the tensors that are not trained,
-    unless ``frozen`` is false."""
+    """A CPU copy of every ``ranks``-th parameter from ``rank`` on. Rank 0 also gets the tensors that are not trained,
+    unless ``frozen`` is False."""
     from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
     inner = inner_state(engine)
@@ -51,7 +52,7 @@ def load_state(
 
     Args:
         frozen: also load parameters that are not trained.
-        read: fills a state's tensors in place; a collective step.
+        read: fills the tensors of a state in place; collective.
     """
     inner = inner_state(engine)
     steps = torch.zeros(())
@@ -81,15 +82,14 @@ def _copy(tensor: Tensor) -> Tensor:
 
 
 def _trained(source: ZeroSource) -> dict[str, Any]:
-    """The parameters of the optimizer, tied ones once."""
-    owned = [spec.name for spec in source.manifest() if spec.alias_of is None]
+    """The parameters of the optimizer by name; tied ones occur once."""
+    owned = owned_names(source.manifest())
     return {name: source.tensors[name] for name in owned if source.tensors[name].requires_grad}
 
 
 def _others(source: ZeroSource, frozen: bool) -> list[str]:
     """Buffers and, if ``frozen``, parameters that are not trained."""
-    owned = [spec.name for spec in source.manifest() if spec.alias_of is None]
-    others = [name for name in owned if not source.tensors[name].requires_grad]
+    others = [name for name in owned_names(source.manifest()) if not source.tensors[name].requires_grad]
     return others if frozen else [name for name in others if not isinstance(source.tensors[name], nn.Parameter)]
 
 
@@ -116,7 +116,7 @@ def _parts(parameters: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def inner_state(engine: Any) -> list[dict[str, Any]]:
-    """torch's state of each flat partition of this rank; before the first step it is made here."""
+    """Torch's state of each flat partition of this rank; it is made here if there was no step yet."""
     optimizer = engine.optimizer
     flats = _flat_partitions(optimizer)
     for flat in flats:

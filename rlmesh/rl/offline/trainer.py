@@ -1,4 +1,4 @@
-"""Trainers on given responses: without rollout engines and without rewards."""
+"""Trainers on responses of the data: without rollout engines and without rewards."""
 
 from __future__ import annotations
 
@@ -10,43 +10,43 @@ import torch
 from rlmesh.rl.algorithms.protocol import Evaluated, TokenWeights
 from rlmesh.rl.data.loader import Drawn, PromptLoader
 from rlmesh.rl.evaluation.settings import SampleSettings
+from rlmesh.rl.offline.responses import OfflineBuffer, offline_groups
 from rlmesh.rl.packing import Packs
 from rlmesh.rl.samples.writer import SampleWriter
 from rlmesh.rl.trainers.batches import joined, matrix_of, shares_of
 from rlmesh.rl.trainers.trainer import Trainer
-from rlmesh.rl.trainings.given import GivenBuffer, given_groups
 from rlmesh.rl.types import Group
 
-__all__ = ["GivenTrainer", "RewardModelTrainer"]
+__all__ = ["OfflineTrainer", "RewardModelTrainer"]
 
 
-class GivenTrainer(Trainer):
+class OfflineTrainer(Trainer):
     """Trains on the responses of the data: for `SFT` and `DPO`."""
 
     def setup(self) -> None:
         super().setup()
-        self.samples = SampleWriter(self.run_dir, SampleSettings(every=0), self.text_of)  # the data have them
+        self.samples = SampleWriter(self.run_dir, SampleSettings(every=0), self.text_of)  # the data has the responses
 
     def make_buffer(self, loader: PromptLoader) -> Any:
-        return GivenBuffer(self.groups_of, loader)
+        return OfflineBuffer(self.groups_of, loader)
 
     def connect(self) -> None:
-        """Nothing samples."""
+        """Has no effect: there are no engines."""
 
     def groups_of(self, drawn: Sequence[Drawn]) -> list[Group]:
-        """The groups of prompts, with the responses of their rows."""
+        """Groups of the responses in the prompts' rows."""
         run = self.settings
         most, key = run.rollout.max_tokens, run.prompt_key
-        return given_groups(drawn, self.tokenizer, self.algorithm.responses, most, key)
+        return offline_groups(drawn, self.tokenizer, self.algorithm.responses, most, key)
 
     def publish(self) -> None:
-        """Nothing samples, so nothing gets the weights."""
+        """Has no effect: there are no engines to push to."""
 
     def gap(self, log_probs: torch.Tensor, batch: Evaluated) -> dict[str, float]:
         return {}  # no engine sampled
 
     def validate(self) -> dict[str, float]:
-        """The algorithm's numbers on the validation data, and the mean loss of their tokens, ``val/nll`` in nats."""
+        """The algorithm's metrics on the validation data, and ``val/nll``: the mean loss of a token, in nats."""
         prompts = self.validation_prompts
         if prompts is None:
             return {}
@@ -65,8 +65,8 @@ class GivenTrainer(Trainer):
         return {"nll": -float(log_probs[batch.mask].mean())}
 
 
-class RewardModelTrainer(GivenTrainer):
-    """Trains the model with one label that its only role, the actor, has: for `RewardModelling`."""
+class RewardModelTrainer(OfflineTrainer):
+    """Trains a reward model, for `RewardModelling`: its only role, the actor, holds a model with one label."""
 
     @property
     def critic(self) -> Any:
@@ -79,7 +79,7 @@ class RewardModelTrainer(GivenTrainer):
         shares = [shares_of(one, batch, weights) for one in packs["critic"]]
         by_rank = [list(own) for own in zip(*shares, strict=True)]
         reports = self.actor.call("update", by_rank, [self.version] * len(by_rank), _scatter=True).result()
-        # The critic's error has the gradient of the loss of pairs, not its value.
+        # The critic's error has the gradient of the pairs' loss, but not its value.
         wanted = ("critic/grad_norm", "critic/lr")
         return {**{name: reports[0][name] for name in wanted if name in reports[0]}, **weights.metrics}
 

@@ -1,4 +1,4 @@
-"""`EngineLoads`: which engine samples what, and which one is asked next. No I/O, no threads."""
+"""`EngineLoads`: which engine samples which groups, and which engine gets the next ones. No I/O, no threads."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rlmesh.rl.rollout.buffer import GroupSlot
 __all__ = ["EngineLoads", "RequestEnd"]
 
 SHOWN = 8
-"""Positions that the description of an engine's work names."""
+"""The most positions that a description of an engine's work names."""
 
 
 @dataclass(eq=False)
@@ -20,13 +20,13 @@ class _Load:
     """The work of one engine.
 
     Attributes:
-        up: it may be asked.
-        alone: it samples one group, which is suspected of a crash, and gets no other one meanwhile.
+        up: True if it may get groups.
+        alone: True while it samples a suspect (a group that may have caused a crash), and gets no other group.
         busy: the slots that it samples.
-        idle_since: since when it waits, because the buffer is full.
-        busy_since: since when it samples.
-        asked_at: when it was last asked.
-        death: number of its last death, among those of all engines.
+        idle_since: time since which it waits because the buffer is full.
+        busy_since: time since which it samples.
+        asked_at: time of the last request to it.
+        death: number of its last death; the deaths of all engines are counted together.
     """
 
     up: bool = True
@@ -42,8 +42,8 @@ class RequestEnd(NamedTuple):
     """The end of a request.
 
     Attributes:
-        alone: its group was suspected of a crash, and was all that the engine sampled.
-        death: number of the engine's death, the same for all that it was sampling; 0 if the engine was not lost.
+        alone: True if its group was a suspect, and the only group on the engine.
+        death: number of the engine's death, equal for all groups that it was sampling; 0 if the engine did not die.
     """
 
     alone: bool
@@ -54,9 +54,9 @@ class EngineLoads:
     """The engines of a run.
 
     Args:
-        round_size: groups are asked for in rounds (`rlmesh.rl.rollout.sampler`) of at most so many: the next one begins
-            when the last one is over, and a part of it that is lost is asked for again as it was. 0: each group is a
-            request of its own.
+        round_size: the most groups of a round (`rlmesh.rl.rollout.sampler`): a round begins when the last one is over,
+            and a lost part of it is requested again unchanged. 0: there are no rounds, and each group is a request of
+            its own.
         in_flight: without rounds, the most groups that an engine samples at a time.
     """
 
@@ -64,7 +64,7 @@ class EngineLoads:
         self._round_size, self._in_flight = round_size, in_flight
         self._loads: dict[int, _Load] = {}
         self._lost: list[list[GroupSlot]] = []
-        """Parts of the round that must be asked for again, or that no engine was free for."""
+        """Parts of the round that must be requested again, or that no engine was free for."""
         self._numbers = itertools.count(1)
         self.waited_s = 0.0
         """Sum over the engines of the seconds for which they waited because the buffer was full."""
@@ -73,7 +73,7 @@ class EngineLoads:
         self._taken_at: float | None = None
 
     def serve(self, ranks: Sequence[int]) -> None:
-        """These engines have the current weights, and no others."""
+        """Note that these engines have the current weights, and no others do."""
         for rank in ranks:
             self._loads.setdefault(rank, _Load()).up = True
         for rank in set(self._loads).difference(ranks):
@@ -96,17 +96,17 @@ class EngineLoads:
 
     @property
     def in_round(self) -> bool:
-        """True if a round is not over: something is being sampled, or must be asked for again and can be."""
+        """True if a round is not over: a part is being sampled, or can be requested again."""
         return self.busy or (bool(self._lost) and self.any_up)
 
     def __len__(self) -> int:
         return len(self._loads)
 
     def plan(self, waiting: Sequence[GroupSlot]) -> list[tuple[int, list[GroupSlot]]]:
-        """The requests to make now: pairs of an engine and its slots, in order.
+        """The requests to make now: pairs of an engine's rank and its slots, in order.
 
         Args:
-            waiting: the slots that may be asked for, in drawing order.
+            waiting: the slots that may be requested, in drawing order.
         """
         up = {rank: load for rank, load in sorted(self._loads.items()) if load.up and not load.alone}
         suspects = [slot for slot in waiting if slot.suspect]
@@ -163,7 +163,7 @@ class EngineLoads:
         """Note that an engine no longer samples these slots.
 
         Args:
-            lost: they must be sampled again, and the engine gets nothing before it has weights again.
+            lost: True if the slots must be sampled again. The engine then gets nothing before it has weights again.
         """
         load = self._loads.setdefault(rank, _Load())
         for slot in slots:
@@ -178,11 +178,11 @@ class EngineLoads:
         return RequestEnd(alone, load.death if lost else 0)
 
     def measure(self, now: float, *, full: bool) -> None:
-        """Add up the times for which engines wait and sample.
+        """Add up the times that engines wait and sample.
 
         Args:
-            now: in seconds, of any clock.
-            full: no slot may be asked for at the moment.
+            now: seconds of any clock.
+            full: True if no slot may be requested now.
         """
         for load in self._loads.values():
             if load.idle_since is not None:
@@ -193,11 +193,11 @@ class EngineLoads:
             load.busy_since = now if load.busy else None
 
     def take_times(self, now: float) -> tuple[float, float]:
-        """The mean seconds for which engines waited because the buffer was full, and the mean share of time in which
-        they sampled, since the last call; 0 at the first one.
+        """The mean seconds that engines waited because the buffer was full, and the mean share of time that they
+        sampled, since the last call; 0 at the first call.
 
         Args:
-            now: in seconds, as of `measure`, which must come first.
+            now: seconds of the clock of `measure`, which must be called first.
         """
         engines, passed_s = max(len(self._loads), 1), 0.0 if self._taken_at is None else now - self._taken_at
         found = self.waited_s / engines, min(self.busy_s / engines / passed_s, 1.0) if passed_s > 0 else 0.0
@@ -205,7 +205,7 @@ class EngineLoads:
         return found
 
     def described(self, now: float) -> str:
-        """The work of each engine, for people."""
+        """A text for people about the work of each engine."""
         return "; ".join(f"engine {rank} {_work_of(load, now)}" for rank, load in sorted(self._loads.items()))
 
 

@@ -1,9 +1,9 @@
-"""`Turns`: the parts of a process that use its devices one at a time, such as a training and a rollout engine.
+"""`DeviceTurns`: the parts of a process that use its devices one at a time, such as a training and a rollout engine.
 
-A part is awake if its weights and state are on the device, and asleep if they are not. Roles that share their devices
-with other roles take a device lease for each turn (`rlmesh.WorkerContext.device_lease`), and put their parts to sleep
-when they return it. So of all processes on a device, at most one has a part that is awake. A role with its devices to
-itself needs no lease, and a part of it sleeps only while another one is awake.
+A part is awake if its weights and state are on the device, and asleep if they are not. Roles that share devices with
+other roles take a device lease for each turn (`rlmesh.WorkerContext.device_lease`), and put their parts to sleep before
+they return it. So at most one part of all processes on a device is awake. A role that does not share its devices needs
+no lease; its parts sleep only while another one of them is awake.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 from rlmesh import DeviceLease, current_worker, rpc
 
-__all__ = ["TakesTurns", "Turns"]
+__all__ = ["DeviceTurns", "TakesTurns"]
 
 
-class Turns:
+class DeviceTurns:
     """The parts of this process.
 
     Args:
-        leased: other processes use the devices too.
+        leased: True if other processes use the devices too.
 
     Attributes:
         awake: the part that is awake; ``None``: all sleep.
@@ -33,7 +33,7 @@ class Turns:
         self._held: DeviceLease | None = None
 
     @classmethod
-    def here(cls) -> Turns:
+    def here(cls) -> DeviceTurns:
         """The turns of this worker: leased if other roles share its devices."""
         return cls(leased=len(current_worker().collocated_roles) > 1)
 
@@ -63,7 +63,7 @@ class Turns:
             self.awake = None
 
     def hold(self) -> None:
-        """Keep the devices until `release`, so that the turns in between need no switch. May be called twice."""
+        """Keep the devices until `release`, so that the turns in between need no new lease. May be called twice."""
         if self.leased and self._held is None:
             lease = current_worker().device_lease(sleep=self.sleep)
             lease.__enter__()
@@ -77,13 +77,13 @@ class Turns:
 
 
 class TakesTurns:
-    """A role whose devices may be shared. The trainer decides for how long the role keeps them."""
+    """A role that may share its devices. The trainer decides how long it keeps them."""
 
-    turns: Turns
+    turns: DeviceTurns
 
-    def make_turns(self) -> Turns:
-        """The turns of this member. Override to watch them."""
-        return Turns.here()
+    def make_turns(self) -> DeviceTurns:
+        """Make the turns of this member. Override this to observe them."""
+        return DeviceTurns.here()
 
     @rpc
     def shares_devices(self) -> bool:

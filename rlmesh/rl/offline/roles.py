@@ -1,4 +1,4 @@
-"""The models in training on given responses: a policy, and a reward model."""
+"""Roles that train a policy or a reward model on responses of the data."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from rlmesh.rl.roles.critic import CriticRole
 from rlmesh.rl.roles.trained import TRAINING
 from rlmesh.rl.roles.value_head import value_model
 
-__all__ = ["GivenActor", "RewardModelRole"]
+__all__ = ["OfflineActor", "RewardModelRole"]
 
 
-class GivenActor(ActorRole):
-    """The policy in training, where nothing samples: it gives its weights to nobody."""
+class OfflineActor(ActorRole):
+    """The policy in training without rollout engines: its weights are never pushed."""
 
     def offer_weights(self) -> None:
         """Has no effect: there are no engines."""
@@ -28,13 +28,13 @@ class GivenActor(ActorRole):
 
 class RewardModelRole(CriticRole):
     """Trains a model with one label, with the actor's settings. It begins with the layers of the run's model, and with
-    the head of that if it has one label, else with a head of zeros."""
+    the model's head if this has one label, else with a head of zeros."""
 
     section = "actor"
 
     def make_model(self) -> nn.Module:
         model = value_model(self.run_settings.model)
-        # The loss does not depend on it, and classifiers of transformers have none.
+        # The loss does not depend on a bias, and classifiers of transformers have none.
         model.head.bias = None  # type: ignore[assignment]
         return model.to(self.device)
 
@@ -50,7 +50,7 @@ class RewardModelRole(CriticRole):
 
 
 def as_classifier(folder: Path, model: str) -> Any:
-    """A model of transformers with one label, from the weights of a `ValueModel`.
+    """A classifier of transformers with one label, with the weights of a `ValueModel`.
 
     Raises:
         UsageError: transformers has no classifier of this kind, or the weights do not fit.

@@ -21,9 +21,9 @@ from rlmesh.errors import UsageError
 from rlmesh.rl.algorithms import DPO, GRPO, SFT, OnPolicyDistillation, RewardModelling
 from rlmesh.rl.data.dataset import Prompt
 from rlmesh.rl.data.loader import Drawn
+from rlmesh.rl.offline.responses import offline_groups, response_texts
 from rlmesh.rl.trainers.run import Run, RunResult
 from rlmesh.rl.trainers.settings import ActorSettings, ReferenceSettings
-from rlmesh.rl.trainings.given import given_groups, given_texts
 from tests.rl.run_job import is_a
 
 EXAMPLES = Path(__file__).parents[3] / "examples" / "trainings"
@@ -86,9 +86,9 @@ def test_the_roles_of_a_job_are_those_that_the_algorithm_uses(tiny: Path) -> Non
 
 def test_responses_come_from_columns_messages_and_extra_info() -> None:
     messages = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "yes"}]
-    assert given_texts({"chosen": messages, "extra_info": {"rejected": "no"}}, "pairs") == ["yes", "no"]
+    assert response_texts({"chosen": messages, "extra_info": {"rejected": "no"}}, "pairs") == ["yes", "no"]
     with pytest.raises(UsageError, match="no text as 'rejected'"):
-        given_texts({"chosen": "yes", "rejected": 3}, "ranked")
+        response_texts({"chosen": "yes", "rejected": 3}, "ranked")
 
 
 def test_a_response_ends_with_the_end_token_and_a_ranked_one_has_a_single_target(tiny: Path) -> None:
@@ -97,11 +97,11 @@ def test_a_response_ends_with_the_end_token_and_a_ranked_one_has_a_single_target
     tokenizer = AutoTokenizer.from_pretrained(tiny)
     prompt = np.asarray(tokenizer("ab>")["input_ids"], np.int32)
     drawn = [Drawn((0, 0), Prompt(prompt, {"prompt": "ab>", "chosen": "abc", "rejected": "b<end>"}, 0))]
-    (pair,) = given_groups(drawn, tokenizer, "pairs", 3)
+    (pair,) = offline_groups(drawn, tokenizer, "pairs", 3)
     letters = tokenizer.convert_ids_to_tokens
     assert [letters(one.turns[1].ids.tolist()) for one in pair.episodes] == [["a", "b", "c"], ["b", "<end>"]]
     assert [one.finish_reason for one in pair.episodes] == ["length", "stop"]
-    first, second = given_groups(drawn, tokenizer, "ranked", 10)
+    first, second = offline_groups(drawn, tokenizer, "ranked", 10)
     assert letters(first.episodes[0].prompt_ids.tolist()) == ["a", "b", ">", "a", "b", "c", "<end>"]
     assert first.episodes[0].mask.sum() == second.episodes[0].mask.sum() == 1
 

@@ -1,4 +1,4 @@
-"""Groups of episodes from rows that have their responses."""
+"""Groups of episodes from rows of the data that contain the responses."""
 
 from __future__ import annotations
 
@@ -13,19 +13,20 @@ from rlmesh.rl.data.loader import Drawn, PromptLoader
 from rlmesh.rl.roles.reward import conversation_ids
 from rlmesh.rl.types import Episode, Group, Turn
 
-__all__ = ["COLUMNS", "GivenBuffer", "given_groups", "given_texts"]
+__all__ = ["COLUMNS", "OfflineBuffer", "offline_groups", "response_texts"]
 
 COLUMNS: Mapping[str, tuple[str, ...]] = {
     "given": ("response",), "pairs": ("chosen", "rejected"), "ranked": ("chosen", "rejected"),
 }  # fmt: skip
-"""The columns of the responses."""
+"""The columns that have the responses, by kind."""
 
 
-def given_texts(row: Mapping[str, Any], kind: Responses) -> list[str]:
-    """The responses of a row: of a column, or of ``extra_info``; a text, or messages whose last one is the response.
+def response_texts(row: Mapping[str, Any], kind: Responses) -> list[str]:
+    """The responses of a row, from its columns or from ``extra_info``. Each is a text, or a list of messages that ends
+    with the response.
 
     Raises:
-        UsageError: the row lacks one; names the columns.
+        UsageError: the row lacks a response; the message names the columns.
     """
     extra = row.get("extra_info")
     found = []
@@ -43,11 +44,11 @@ def given_texts(row: Mapping[str, Any], kind: Responses) -> list[str]:
     return found
 
 
-class GivenBuffer:
-    """The groups of a run whose responses are in the data: those of a step follow from its number.
+class OfflineBuffer:
+    """The groups of a run whose responses are in the data. The groups of a step follow from its number.
 
     Args:
-        groups: makes groups of prompts.
+        groups: function from prompts to groups.
         loader: the prompts.
     """
 
@@ -71,30 +72,30 @@ class GivenBuffer:
         """Has no effect: nothing gets the weights."""
 
     def report(self) -> dict[str, float]:
-        """No numbers."""
+        """Empty: there are no metrics."""
         return {}
 
     def close(self) -> None:
         """Has no effect: there is no ledger."""
 
 
-def given_groups(
+def offline_groups(
     drawn: Sequence[Drawn], tokenizer: Any, kind: Responses, most_tokens: int, key: str = "prompt"
 ) -> list[Group]:
-    """One group per prompt, with the responses of its row; longer responses are cut. The responses of a ``ranked`` pair
-    have a group each, since packing takes them for prompts.
+    """One group per prompt, with the responses of its row; longer responses are cut. The two responses of a ``ranked``
+    pair are in two groups: they are part of the prompts, which must be equal in a group.
 
     Args:
         drawn: prompts with their rows.
-        tokenizer: of transformers.
-        kind: of the algorithm's responses.
-        most_tokens: of a response.
+        tokenizer: a tokenizer of transformers.
+        kind: the kind of responses that the algorithm needs.
+        most_tokens: the most tokens of a response.
         key: the column of the prompts.
     """
     found = []
     for one in drawn:
         row = one.prompt.row
-        episodes = [_episode(one, text, tokenizer, kind, most_tokens, key) for text in given_texts(row, kind)]
+        episodes = [_episode(one, text, tokenizer, kind, most_tokens, key) for text in response_texts(row, kind)]
         parts = [(episode,) for episode in episodes] if kind == "ranked" else [tuple(episodes)]
         found += [Group(one.key, part, row) for part in parts]
     return found
@@ -106,13 +107,13 @@ def _episode(one: Drawn, text: str, tokenizer: Any, kind: Responses, most_tokens
     cut, ids = len(ids) > most_tokens, ids[:most_tokens]
     reason = "length" if cut else "stop"
     if kind == "ranked":
-        # The value of a whole response is that before a token that would follow it: the only one that counts.
+        # Only the value of the whole response counts: the value before a further token, which is added here.
         return Episode((Turn.said([*prompt, *ids]), _given([ids[-1]])), reason)
     return Episode((Turn.said(prompt), _given(ids)), reason)
 
 
 def _given(ids: Sequence[int]) -> Turn:
-    """A turn that is trained on as if the policy had sampled it; nobody did, so its log-probabilities are 0."""
+    """A turn that is trained on as if the policy had sampled it, with log-probabilities of 0 in place of real ones."""
     count = len(ids)
     return Turn(np.asarray(ids, np.int32), "policy", np.zeros(count, np.float32), version_spans=((0, 0, count),))
 
@@ -122,7 +123,7 @@ def _response_ids(prompt: Any, prompt_ids: list[int], text: str, tokenizer: Any)
     whole = conversation_ids(tokenizer, prompt, text)
     if whole[: len(prompt_ids)] == prompt_ids and len(whole) > len(prompt_ids):
         ids = whole[len(prompt_ids) :]
-    else:  # the end of the prompt and the beginning of the response make other tokens together
+    else:  # the tokenizer merged the end of the prompt with the beginning of the response
         ids = list(tokenizer(text, add_special_tokens=False)["input_ids"])
     end = tokenizer.eos_token_id
     if end is None:

@@ -1,0 +1,41 @@
+"""Faults in what users write: the nearest right names, numbers that are too small, parameters that nothing fills."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Collection, Iterable, Iterator
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+__all__ = ["did_you_mean", "similar_path", "too_small", "unknown_parameters"]
+
+
+def did_you_mean(name: object, valid: Iterable[str], otherwise: str = "") -> str:
+    """The end of an error's sentence, such as ``; did you mean 'grpo'?``; ``otherwise`` if no valid name is similar."""
+    near = get_close_matches(str(name), list(valid), 1)
+    return f"; did you mean {near[0]!r}?" if near else otherwise
+
+
+def similar_path(path: Path) -> str:
+    """The end of an error's sentence about a missing file or folder, with a similar one beside it."""
+    if not path.parent.is_dir():
+        return f": there is no folder {path.parent}"
+    near = get_close_matches(path.name, [one.name for one in path.parent.iterdir()], 1)
+    return f"; did you mean {path.parent / near[0]}?" if near else ""
+
+
+def unknown_parameters(function: Callable[..., Any], known: Collection[str]) -> list[str]:
+    """The parameters without a default of a function that have other names than ``known``."""
+    return [
+        one.name for one in inspect.signature(function).parameters.values()
+        if one.name not in known and one.default is one.empty
+        and one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)
+    ]  # fmt: skip
+
+
+def too_small(settings: object, least: int, *names: str) -> Iterator[str]:
+    """One sentence per attribute that is a number below ``least``."""
+    for name in names:
+        if isinstance(value := getattr(settings, name), int | float) and value < least:
+            yield f"{name}={value} must be ≥ {least}"

@@ -1,1 +1,0 @@
-"""Trainings on responses that the data give: supervised fine-tuning, preferences, reward models."""

@@ -1,0 +1,150 @@
+"""Environments whose steps return wrong kinds of values, and what the class of an environment gets."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+import pytest
+
+from rlmesh.envs import EnvContext, EnvRunner, ModulePolicy, MultiAgentEnv, PPOConfig
+from rlmesh.envs.environments.registry import env_creator_of
+from rlmesh.errors import UsageError
+
+from .environments import Count
+
+
+class Returns(Count):
+    """Steps return what ``env_config["results"]`` makes of the right results."""
+
+    count_made = 0
+
+    def __init__(self, config: EnvContext) -> None:
+        super().__init__()
+        type(self).count_made += 1
+        self.change = config["results"]
+
+    def step(self, action: Any) -> Any:
+        return self.change(*super().step(action))
+
+
+@pytest.mark.parametrize(
+    ("results", "message"),
+    [
+        (lambda o, r, te, tr, i: (o, r, "no", False, i), "terminated = 'no' (str): it is True or False"),
+        (lambda o, r, te, tr, i: (o, r, None, False, i), "terminated = None (NoneType): it is True or False"),
+        (lambda o, r, te, tr, i: (o, r, te, 0.5, i), "truncated = 0.5 (float): it is True or False"),
+        (lambda o, r, te, tr, i: (o, "1", te, tr, i), "reward '1' (str): a reward is a number"),
+        (lambda o, r, te, tr, i: (o, None, te, tr, i), "reward None (NoneType): a reward is a number"),
+        (lambda o, r, te, tr, i: (o, np.array([1.0]), te, tr, i), "reward array([1.]) (ndarray): a reward is a number"),
+        (lambda o, r, te, tr, i: (o, r, te, tr, None), "info None (NoneType): it is a dict"),
+        (lambda o, r, te, tr, i: (o, r, te, i), "4 values; the five of Gymnasium are observation, reward, terminated"),
+        (lambda o, r, te, tr, i: None, "None; the five of Gymnasium are observation"),
+    ],
+)  # fmt: skip
+def test_a_step_of_wrong_values_is_refused_at_once(results: Any, message: str) -> None:
+    Returns.count_made = 0
+    runner = EnvRunner(Returns, ModulePolicy, env_config={"results": results})
+    with pytest.raises(UsageError, match="step\\(\\) of Returns returned .*" + re.escape(message)) as caught:
+        runner.sample(4)
+    runner.stop()
+    assert caught.value.__context__ is None and Returns.count_made == 1, "it is not made again to do the same"
+
+
+@pytest.mark.parametrize("flag", [np.bool_(False), 0, np.int8(0)])
+def test_flags_and_rewards_of_numpy_are_taken(flag: Any) -> None:
+    results = lambda o, r, te, tr, i: (o, np.array(2.5, np.float32), flag, flag, i)  # noqa: E731
+    runner = EnvRunner(Returns, ModulePolicy, env_config={"results": results})
+    assert set(runner.sample(4)["rewards"]) == {2.5}
+    runner.stop()
+
+
+@pytest.mark.parametrize(
+    ("space", "observation"),
+    [
+        (gym.spaces.Discrete(7), -1), (gym.spaces.Discrete(7), np.int64(7)), (gym.spaces.Discrete(3, start=4), 3),
+        (gym.spaces.MultiDiscrete([2, 3]), np.array([1, 3])),
+    ],
+)  # fmt: skip
+def test_an_observation_that_is_no_category_is_refused(space: Any, observation: Any) -> None:
+    class Outside(Count):
+        observation_space = space
+
+        def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+            super().reset(seed=seed)
+            return observation, {}
+
+    runner = EnvRunner(Outside, ModulePolicy)
+    with pytest.raises(UsageError, match="is outside of the observation_space"):
+        runner.sample(4)
+    runner.stop()
+
+
+class Sized(Count):
+    """Has the signature of Gymnasium's tutorial."""
+
+    def __init__(self, render_mode: str | None = None, size: int = 5) -> None:
+        super().__init__()
+        self.render_mode, self.size = render_mode, size
+
+
+class ByDefault(Count):
+    def __init__(self, env_config: Any = None) -> None:
+        super().__init__()
+        self.given = env_config
+
+
+class Named(Count):
+    def __init__(self, c: Any) -> None:
+        super().__init__()
+        self.given = c
+
+
+class Plain(Count):
+    def __init__(self) -> None:
+        super().__init__()
+
+
+def test_a_class_gets_its_configuration_or_keywords() -> None:
+    sized = env_creator_of(Sized)
+    assert (sized(EnvContext()).size, sized(EnvContext()).render_mode) == (5, None)
+    assert sized(EnvContext({"size": 7})).size == 7
+    with pytest.raises(UsageError, match=r"env_config has 'siz', which is no argument of Sized. Did you mean 'size'"):
+        sized(EnvContext({"siz": 7}))
+    for cls in (ByDefault, Named):
+        context = EnvContext({"size": 7}, worker_index=3)
+        assert env_creator_of(cls)(context).given is context
+    assert isinstance(env_creator_of(Plain)(EnvContext()), Plain)
+
+
+class Pair(MultiAgentEnv):
+    possible_agents = ("a", "b")
+    observation_space = action_space = gym.spaces.Discrete(2)
+
+    def __init__(self, config: EnvContext) -> None:
+        self.rewards, self.flags = config.get("rewards", {}), config.get("flags", {"__all__": False})
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, Any]:
+        return {"a": 0, "b": 1}, {}
+
+    def step(self, actions: Any) -> Any:
+        return {"a": 0, "b": 1}, self.rewards, self.flags, {}, {}
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"rewards": {"aa": 1.0}}, "returned a reward for 'aa', which is none of its agents. Did you mean 'a'"),
+        ({"rewards": {"a": "1"}}, r"returned the reward '1' \(str\): a reward is a number"),
+        ({"rewards": {"a": None}}, r"returned the reward None \(NoneType\): a reward is a number"),
+        ({"rewards": 1.0}, r"returned rewards = 1.0 \(float\): they are a dict by agent"),
+        ({"flags": {"__all__": "no"}}, r"terminateds\['__all__'\] = 'no' \(str\): it is True or False"),
+    ],
+)  # fmt: skip
+def test_steps_of_several_agents_with_wrong_values_are_refused(config: Any, message: str) -> None:
+    settings = PPOConfig().environment(Pair, env_config=config).training(train_batch_size=8, minibatch_size=8)
+    settings = settings.multi_agent(policies=["p"], policy_mapping_fn=lambda *_: "p")
+    with settings.build() as algorithm, pytest.raises(UsageError, match=message):
+        algorithm.train()
