@@ -15,7 +15,7 @@ from rlmesh.errors import RemoteError, RLMeshError, UsageError
 from rlmesh.job.masking import mask_text
 from rlmesh.observe.views.safe_text import shown
 from rlmesh.run_directory.discovery import RunningJob, find_job, running_jobs
-from rlmesh.run_directory.records import EndedJob, ended_jobs, read_end
+from rlmesh.run_directory.records import EndedJob, ended_jobs, has_run, read_end
 
 if TYPE_CHECKING:
     from rlmesh.runtime.handle import MemberHandle
@@ -62,6 +62,8 @@ def find_any(what: str | None) -> RunningJob | EndedJob:
         newest = max(matching, key=lambda job: (job.started_at, job.ended_at))
         _name_others([job for job in matching if job is not newest], what)
         return newest
+    if os.path.isdir(folder):
+        raise UsageError(_no_run(folder))
     known = ", ".join(job.job_id for job in running) or "none"
     raise UsageError(f"no job {what!r} runs here or is known to have ended (running: {known}); see `rlmesh ps --all`")
 
@@ -98,6 +100,8 @@ def find_running(what: str | None) -> RunningJob:
         ended = [job for job in ended_jobs() if what in (job.job_id, job.job_name)]
         if not ended and (there := read_end(Path(os.path.abspath(what)))) is not None:
             ended = [there]
+        if not ended and os.path.isdir(what):
+            raise UsageError(_no_run(what)) from error
         if not ended:
             raise
         last = max(ended, key=lambda job: job.ended_at)
@@ -118,6 +122,24 @@ def asking(job: RunningJob, timeout_s: float = ASK_TIMEOUT_S) -> Iterator[Member
 
     with Runtime.start(name="cli", key=job.key(), bind=False) as runtime:
         yield runtime.peer(MASTER, job.master_endpoint).options(timeout_s=timeout_s)
+
+
+def _no_run(folder: str | Path) -> str:
+    return (
+        f"there is no run in {folder}. A run directory is the folder that a job writes its files into, among them "
+        "job.json, metrics.jsonl and logs; `rlmesh ps --all` lists those of your jobs"
+    )
+
+
+def check_run(folder: Path) -> None:
+    """Check that a folder is a run directory, and private.
+
+    Raises:
+        UsageError: there is no run in it, it belongs to another user, or others may write to it.
+    """
+    if folder.is_dir() and not has_run(folder):
+        raise UsageError(_no_run(folder))
+    check_own(folder)
 
 
 def check_own(folder: Path) -> None:

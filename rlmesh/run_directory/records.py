@@ -21,9 +21,11 @@ from rlmesh.runtime.process.clock import epoch
 
 logger = logging.getLogger(__name__)
 
-__all__ = ["EndedJob", "ended_jobs", "forget_end", "read_end", "remember", "write_end"]
+__all__ = ["EndedJob", "ended_jobs", "forget_end", "has_run", "read_end", "remember", "write_end"]
 
 END_FILE = "end.json"
+SIGNS = (END_FILE, "job.json", "starts.json", "settings.pickle", "metrics.jsonl", "samples", "timeline", "checkpoints")
+"""By one of these a folder is known to be a run directory."""
 UNREADABLE = "unreadable"
 """Stage of a job whose record belongs to another user, or is incomplete or malformed."""
 LATEST_S = 1e12
@@ -141,7 +143,11 @@ def read_end(run_dir: Path) -> EndedJob | None:
     except FileNotFoundError:
         pass
     except (OSError, ValueError, RecursionError) as error:  # foreign, incomplete, or not written by write_end
-        return EndedJob("", run_dir.name, str(run_dir), UNREADABLE, _changed_at(run_dir), trouble=str(error))
+        return (
+            EndedJob("", run_dir.name, str(run_dir), UNREADABLE, _changed_at(run_dir), trouble=str(error))
+            if has_run(run_dir)
+            else None
+        )
     described = run_dir / "job.json"
     try:
         started_at = described.stat().st_mtime
@@ -151,6 +157,11 @@ def read_end(run_dir: Path) -> EndedJob | None:
     except (OSError, ValueError, AttributeError, RecursionError) as error:
         return EndedJob("", run_dir.name, str(run_dir), UNREADABLE, _changed_at(run_dir), trouble=str(error))
     return EndedJob("", name, str(run_dir), "lost", started_at)
+
+
+def has_run(folder: Path) -> bool:
+    """True if a folder has a file or folder that a job makes in its run directory, or if nobody may look."""
+    return not os.access(folder, os.X_OK) or any(os.path.lexists(folder / sign) for sign in SIGNS)
 
 
 def _changed_at(run_dir: Path) -> float:

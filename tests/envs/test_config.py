@@ -73,7 +73,8 @@ def test_all_faults_come_in_one_error() -> None:
         config.build()
     text = str(caught.value)
     assert "PPOConfig has 6 faults" in text
-    for fault in ("lr: a number of at least 0, or points", "gamma: a number between 0 and 1, not 1.5", "train_batch_size: a whole",
+    for fault in ("lr: a number of at least 0, or points", "gamma: a number between 0 and 1, not 1.5",
+                  "train_batch_size: a whole",
                   "num_env_runners: a whole number of at least 0, not -1", "environment(…): name an environment",
                   "minibatch_size=2 is larger"):  # fmt: skip
         assert fault in text

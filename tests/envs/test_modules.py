@@ -125,7 +125,7 @@ def test_images_of_both_layouts_and_their_values() -> None:
 def test_wrong_settings_of_networks() -> None:
     with pytest.raises(UsageError, match=r"no key 'fcnet_hidens'. Did you mean 'fcnet_hiddens'"):
         ActorCriticModule(BOX, ACTIONS["box"], {"fcnet_hidens": (8,)})
-    with pytest.raises(UsageError, match=r"no activation 'tanhh'. Did you mean 'tanh'"):
+    with pytest.raises(UsageError, match=r"fcnet_activation: one of .*, not 'tanhh'. Did you mean 'tanh'"):
         ActorCriticModule(BOX, ACTIONS["box"], {"fcnet_activation": "tanhh"})
     with pytest.raises(UsageError, match="convolutions do not fit images"):
         ActorCriticModule(gym.spaces.Box(0, 255, (20, 20, 3), np.uint8), ACTIONS["box"])
@@ -159,7 +159,7 @@ def test_the_initializer_keeps_the_deviations_of_actions() -> None:
         last: Any = module.policy_head[-1]
         bias = last.log_std if space is ACTIONS["box"] else last.bias
         assert (bias == -1.5).sum() == 2
-    with pytest.raises(UsageError, match=r"no initializer 'orthogonall'.*orthogonal"):
+    with pytest.raises(UsageError, match=r"initializer: one of .*, not 'orthogonall'. Did you mean 'orthogonal'"):
         ActorCriticModule(BOX, ACTIONS["box"], {"initializer": "orthogonall"})
     with pytest.raises(UsageError, match=r"fcnet_kernel_initializer.*initializer='torch'"):
         ActorCriticModule(BOX, ACTIONS["box"], {"fcnet_kernel_initializer": None})

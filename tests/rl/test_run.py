@@ -210,7 +210,10 @@ def raises(response: str) -> float:
         ({"rewards": [Reward(is_a), raises], "validation": "/nowhere"}, "validation: "),
         ({"rewards": [is_a, is_a], "batch_size": 99}, "rewards: 2 are named 'is_a'"),
         ({"rollout": RolloutSettings(max_tokens=64)}, "tokens are more than the 64 positions of the model"),
-        ({"rollout": RolloutSettings(max_tokens=8, stop_token_ids=(1, 999))}, "tokens, and none is 999"),
+        (
+            {"rollout": RolloutSettings(max_tokens=8, stop_token_ids=(1, 999))},
+            "stop_token_ids has 999, and the tokenizer has only",
+        ),
     ],
 )
 def test_faults_are_told_before_any_process_starts(tiny: Path, changes: dict[str, Any], said: str) -> None:
@@ -252,6 +255,21 @@ def test_rewards_that_read_a_prompt_of_messages_are_tried_with_the_template(tiny
     found = [*preflight._early_reward_faults(small(tmp_path, data=rows, rewards=[raises]), tried)]
     assert len(found) == 1 and "reward 'raises' fails on row 0" in found[0]
     small(tmp_path, data=rows).check()
+
+
+def test_a_script_without_a_guard_is_told_about_it(tiny: Path, tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(
+        "from rlmesh.rl.algorithms import GRPO\nfrom rlmesh.rl.trainers.run import Run\n\n"
+        "def length(response):\n    return len(response)\n\n"
+        f"Run(model={str(tiny)!r}, data=[{{'prompt': 'ab>'}}] * 16, rewards=[length], algorithm=GRPO()).submit('x')\n"
+    )
+    ended = subprocess.run(
+        [sys.executable, str(script)], cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert ended.returncode and not (tmp_path / "runs").exists()
+    assert 'In a script, begin a run below `if __name__ == "__main__":`' in ended.stderr.splitlines()[-1]
+    assert "imports it: begin a run below" in ended.stderr
 
 
 def test_an_engine_that_is_not_installed_is_told(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:

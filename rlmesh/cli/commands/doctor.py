@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from rlmesh.agent.machine_checks import MachineCheck, gather, judge
-from rlmesh.cli.job_choice import as_command, check_own, find_any
+from rlmesh.cli.job_choice import as_command, check_run, find_any
 from rlmesh.errors import UsageError
 from rlmesh.observe.views.safe_text import shown
 
@@ -53,7 +53,7 @@ def _show_run(options: argparse.Namespace) -> int:
     if options.last < 1:
         raise UsageError(f"--last {options.last} must be ≥ 1")
     run_dir = Path(options.job) if Path(options.job).is_dir() else Path(find_any(options.job).run_dir)
-    check_own(run_dir)
+    check_run(run_dir)
     try:
         from rlmesh.rl.evaluation.saved_run import load_saved_run
         from rlmesh.rl.reading.diagnosis import diagnose

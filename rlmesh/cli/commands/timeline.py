@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from rlmesh.cli.job_choice import add_job_argument, as_command, check_own, find_any
+from rlmesh.cli.job_choice import add_job_argument, as_command, check_run, find_any
 from rlmesh.cli.output_file import write_output
 from rlmesh.observe.files.event_log import EVENTS_FILE
 from rlmesh.observe.timeline import read_trace
@@ -32,7 +32,7 @@ def add_to(commands: Any) -> None:
 def write(options: argparse.Namespace) -> int:
     """Write the file, print what it has, and return 0."""
     run_dir = _run_dir(options.job)
-    check_own(run_dir)
+    check_run(run_dir)
     trace = read_trace(run_dir)
     write_output(options.output, json.dumps(trace, separators=(",", ":")))
     slices = [event for event in trace["traceEvents"] if event["ph"] == "X"]

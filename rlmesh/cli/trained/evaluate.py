@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from rlmesh.cli.job_choice import as_command, check_own
+from rlmesh.cli.job_choice import as_command, check_run
 from rlmesh.cli.trained.agents import checkpoint_in, evaluate_agent
 from rlmesh.driver.failure_report import failure_lines
 from rlmesh.errors import JobFailed, UsageError
@@ -89,7 +89,7 @@ def _of_folder(options: argparse.Namespace, changes: list[str]) -> tuple[Any, di
 
     if options.step is not None and options.model is not None:
         raise UsageError("--step and --model exclude each other: both name weights")
-    check_own(options.what)
+    check_run(options.what)
     settings = apply_overrides(load_saved_run(options.what), changes)
     if options.model is not None:
         return settings, {"model": options.model}

@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from rlmesh.cli.job_choice import as_command, check_own
+from rlmesh.cli.job_choice import as_command, check_own, check_run
 from rlmesh.errors import UsageError
 from rlmesh.observe.views.safe_text import shown
 
@@ -27,7 +27,8 @@ def add_to(commands: Any) -> None:
 def run(options: argparse.Namespace) -> int:
     """Write the folder; return 0."""
     if options.source.is_dir():
-        check_own(options.source)
+        is_checkpoint = (options.source / "checkpoint.json").is_file()
+        (check_own if is_checkpoint else check_run)(options.source)
     try:
         from rlmesh.rl.reading.export import export
     except ImportError as error:

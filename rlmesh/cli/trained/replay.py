@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from rlmesh.cli.job_choice import as_command, check_own
+from rlmesh.cli.job_choice import as_command, check_run
 from rlmesh.errors import UsageError
 from rlmesh.observe.views.safe_text import shown
 
@@ -27,7 +27,7 @@ def run(options: argparse.Namespace) -> int:
     """Compute the step; return the exit code."""
     if not options.folder.is_dir():
         raise UsageError(f"there is no run directory {options.folder}")
-    check_own(options.folder)
+    check_run(options.folder)
     try:
         from rlmesh.rl.evaluation.saved_run import load_saved_run
         from rlmesh.rl.reading.replay import replay

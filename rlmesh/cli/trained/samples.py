@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from rlmesh.cli.job_choice import add_job_argument, as_command, check_own, find_any
+from rlmesh.cli.job_choice import add_job_argument, as_command, check_own, check_run, find_any
 from rlmesh.cli.output_file import write_output
 from rlmesh.errors import UsageError
 from rlmesh.observe.views.safe_text import shown
@@ -55,7 +55,7 @@ def show(options: argparse.Namespace) -> int:
         raise UsageError(f"--number {most} must be ≥ 1")
     conditions = [search.parse_condition(text) for text in options.conditions]
     run_dir = _run_dir(options.job)
-    check_own(run_dir)
+    check_run(run_dir)
     if (run_dir / FOLDER).exists():
         check_own(run_dir / FOLDER)
     since = options.changed_since

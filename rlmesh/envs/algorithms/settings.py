@@ -134,10 +134,11 @@ _OF_EVALUATION = {
 def problems_of(values: Mapping[str, Any], allowed: Mapping[str, Allowed]) -> list[str]:
     """The faults of single settings by these rules, and of those of several agents."""
     found = [*faults_of(values, allowed), *model_faults(values)]
-    evaluation: Mapping[str, Any] = values["evaluation_config"]
+    evaluation: Any = values["evaluation_config"]
     for name, value in evaluation.items() if isinstance(evaluation, Mapping) else ():
-        if ALIASES.get(name, name) not in _OF_EVALUATION:
+        setting = ALIASES.get(str(name), str(name))
+        if setting not in _OF_EVALUATION:
             found.append(f"evaluation_config: {name!r} changes nothing there.{did_you_mean(name, _OF_EVALUATION)}")
         else:
-            found += faults_of({ALIASES.get(name, name): value}, allowed, prefix="evaluation_config: ")
+            found += faults_of({setting: value}, allowed, prefix="evaluation_config: ")
     return [*found, *multi_agent_problems(values)]

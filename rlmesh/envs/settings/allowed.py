@@ -40,7 +40,7 @@ class Allowed:
                 return None
         except (TypeError, ValueError):
             pass
-        hint = f".{did_you_mean(str(value), self.names)}" if self.names else ""
+        hint = f".{did_you_mean(str(value), self.names, listed=False)}" if self.names else ""
         return f"{name}: {self.text}, not {value!r}{hint}"
 
 

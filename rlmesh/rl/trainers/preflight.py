@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -43,6 +45,11 @@ def check(run: Run) -> str:
     Raises:
         UsageError: lists all faults, with the row where a row is at fault.
     """
+    # A spawned process imports the script of its parent: without a guard, the script comes here again.
+    if getattr(multiprocessing.current_process(), "_inheriting", False):
+        from rlmesh.rl.rewards.process_pool import GUARD
+
+        sys.exit(f"the script begins a run while a process that scores imports it: {GUARD}")
     twice = [*_names_that_occur_twice(run.scored)]
     faults = [*quick_faults(**{name: getattr(run, name) for name in QUICK}), *twice]
     tried, counts = set[str](), list[str]()
@@ -268,7 +275,9 @@ def _slow_faults(run: Run, counts: list[str], tried: set[str]) -> Iterator[str]:
                 yield from (f"reward model {model.name!r}: {fault}" for fault in model.faults(tokenizer, data[0].row))
         yield from unscored(run.scored, data) if run.scored else ()
         PromptLoader(data, run.batch_size)
-        longest = 0 if run.agent is not None else max(len(data[place].ids) for place in range(len(data)))
+        longest = 0
+        if run.algorithm.responses == "sampled" and run.agent is None:
+            longest = max(len(data[place].ids) for place in range(len(data)))
         if (plan := EpisodePlan.of(run)) is not None:
             yield from plan.slow_faults(tokenizer, data[0].row)
             yield from plan.length_faults(longest, _positions(run.model))
@@ -292,7 +301,7 @@ def _sampling_faults(run: Run, tokenizer: Any, longest: int) -> Iterator[str]:
             "the model: lower it, or max_prompt_tokens"
         )
     if beyond := [one for one in run.rollout.stop_token_ids if one >= len(tokenizer)]:
-        yield f"rollout.stop_token_ids: the tokenizer has {len(tokenizer)} tokens, and none is {beyond[0]}"
+        yield f"rollout.stop_token_ids has {beyond[0]}, and the tokenizer has only {len(tokenizer)} tokens"
 
 
 def _positions(model: str) -> int | None:

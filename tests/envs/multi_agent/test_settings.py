@@ -35,7 +35,10 @@ def refused(config: Any) -> str:
         ({"count_steps_by": "agent_step"}, "no 'agent_step'. Did you mean 'agent_steps'"),
         ({"policies": {"a": PolicySpec(config={"lrr": 1})}}, "'a' has no setting 'lrr'.*Did you mean 'lr'"),
         ({"policies": {"a": PolicySpec(config={"train_batch_size": 1})}}, "'a' has no setting 'train_batch_size'"),
-        ({"policies": {"a": PolicySpec(config={"lr": "fast"})}}, "policies: 'a': lr: a number of at least 0, or points"),
+        (
+            {"policies": {"a": PolicySpec(config={"lr": "fast"})}},
+            "policies: 'a': lr: a number of at least 0, or points",
+        ),
         ({"policies": {"a": PolicySpec(config={"num_env_runners": 2})}}, "'a' has no setting 'num_env_runners'"),
     ],
 )

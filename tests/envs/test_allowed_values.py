@@ -1,0 +1,170 @@
+"""The values of settings: what each may be, and one error that names the setting, the value and what is allowed."""
+
+from __future__ import annotations
+
+import math
+import pickle
+from typing import Any, ClassVar
+
+import numpy as np
+import pytest
+
+from rlmesh.envs import (
+    A2CConfig,
+    APPOConfig,
+    BCConfig,
+    DQNConfig,
+    IMPALAConfig,
+    MARWILConfig,
+    PGConfig,
+    PPOConfig,
+    SACConfig,
+    TD3Config,
+)
+from rlmesh.envs.modules.rl_module import RLModule
+from rlmesh.envs.settings.allowed import FLAG, number, one_of, optional, schedule, whole
+from rlmesh.errors import UsageError
+
+CONFIGS: Any = [
+    A2CConfig, APPOConfig, BCConfig, DQNConfig, IMPALAConfig, MARWILConfig, PGConfig, PPOConfig, SACConfig, TD3Config,
+]  # fmt: skip
+FREE = {"env", "input_", "policies", "policy_mapping_fn", "policies_to_train", "count_steps_by", "replay_buffer_config",
+        "vtrace"}  # fmt: skip
+"""Settings with checks of their own."""
+NAN, INF = math.nan, math.inf
+REFUSED: Any = [
+    (PPOConfig, "explore", ["no", 1, None], "explore: True or False, not"),
+    (PPOConfig, "lr", [-1, NAN, INF, True, "1e-3", [], [[10, 1e-3]], [[0, -1]], [[0, NAN]], [[0, 1], [0, 2]], None, 3j],
+     "lr: a number of at least 0, or points [[0, value], [step, value], …] with growing steps, not"),
+    (PPOConfig, "clip_param", [0, -1, NAN, [[0, 0.2], [10, -0.1]]], "clip_param: a number above 0, or points"),
+    (PPOConfig, "entropy_coeff", [-1, NAN, "x", [[0, -0.1]]], "entropy_coeff: a number of at least 0, or points"),
+    (PPOConfig, "gamma", [1.5, -1, NAN, True], "gamma: a number between 0 and 1, not"),
+    (PPOConfig, "lambda_", [2, NAN], "lambda_: a number between 0 and 1, not"),
+    (PPOConfig, "standardize_advantages", ["no", 0], "standardize_advantages: True or False, not"),
+    (PPOConfig, "vf_clip_param", [0, NAN], "vf_clip_param: a number above 0, or None, not"),
+    (PPOConfig, "vf_loss_coeff", [NAN, INF, -1], "vf_loss_coeff: a number of at least 0, not"),
+    (PPOConfig, "grad_clip", [0, NAN, "1"], "grad_clip: a number above 0, or None, not"),
+    (PPOConfig, "adam_epsilon", [0, NAN, None], "adam_epsilon: a number above 0, not"),
+    (PPOConfig, "train_batch_size", [0, 10.5, True, None], "train_batch_size: a whole number of at least 1, not"),
+    (PPOConfig, "rollout_fragment_length", [0, "all"], "a whole number of at least 1, or 'auto', not"),
+    (PPOConfig, "vectorize_mode", ["syn"], "not 'syn'. Did you mean 'sync'?"),
+    (PPOConfig, "connectors", [["x"], None, 3], "connectors: a list of objects of rlmesh.envs.connectors, not"),
+    (PPOConfig, "restart_failed_env_runners", ["no"], "restart_failed_env_runners: True or False, not 'no'"),
+    (PPOConfig, "module_class", ["Net"], "module_class: a class of modules, or None, not 'Net'"),
+    (PPOConfig, "evaluation_config", [{"explore": "no"}], "evaluation_config: explore: True or False, not 'no'"),
+    (PPOConfig, "evaluation_config", [{"num_workers": 1, "num_envs": 0}], "num_envs_per_env_runner: a whole number"),
+    (PPOConfig, "model", [3], "model: a dict, not 3"),
+    (SACConfig, "model", [3], "model: a dict, not 3"),
+    (DQNConfig, "double_q", ["no", None], "double_q: True or False, not"),
+    (DQNConfig, "epsilon", [2, -0.1, [[0, 1.5], [10, 0]]], "epsilon: a number between 0 and 1, or points"),
+    (DQNConfig, "tau", [0, 2, NAN], "tau: a number above 0 and at most 1, not"),
+    (DQNConfig, "n_step", [0, 1.5], "n_step: a whole number of at least 1, not"),
+    (DQNConfig, "replay_buffer_config", [{"capacity": 0}], "replay_buffer_config: capacity: a whole number of at lea"),
+    (DQNConfig, "replay_buffer_config", [{"type": "PrioritizedReplayBuffer", "beta": 2}], "beta: a number between 0"),
+    (SACConfig, "target_entropy", ["aut", NAN, True], "target_entropy: a number or 'auto', not"),
+    (SACConfig, "initial_alpha", [0, INF], "initial_alpha: a number above 0, not"),
+    (TD3Config, "policy_delay", [0, True], "policy_delay: a whole number of at least 1, not"),
+    (TD3Config, "target_noise", [-1, NAN], "target_noise: a number of at least 0, not"),
+    (IMPALAConfig, "vtrace_clip_rho_threshold", [0, NAN], "vtrace_clip_rho_threshold: a number above 0, or None, not"),
+    (APPOConfig, "use_kl_loss", ["no"], "use_kl_loss: True or False, not 'no'"),
+    (APPOConfig, "kl_target", [-1], "kl_target: a number of at least 0, not -1"),
+    (MARWILConfig, "beta", [-1, NAN], "beta: a number of at least 0, not"),
+]  # fmt: skip
+MODELS: Any = [
+    ({"fcnet_hiddens": 64}, "fcnet_hiddens: a list of widths, whole numbers of at least 1, such as [64, 64], not 64"),
+    ({"fcnet_hiddens": (0,)}, "fcnet_hiddens: a list of widths"), ({"fcnet_hiddens": "64"}, "not '64'"),
+    ({"fcnet_activation": "rel"}, "not 'rel'. Did you mean 'relu'?"), ({"use_lstm": "no"}, "True or False, not 'no'"),
+    ({"conv_filters": [[16, 8]]}, "conv_filters: a list of [channels, kernel, stride], or None, not [[16, 8]]"),
+    ({"log_std_init": NAN}, "log_std_init: a number that is finite, not nan"),
+    ({"vf_share_layers": 1}, "vf_share_layers: True or False, or None, not 1"),
+    ({"max_seq_len": 0}, "max_seq_len: a whole number of at least 1, not 0"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("kind", "name", "values", "text"), REFUSED)
+def test_a_value_that_is_not_allowed_is_refused_before_anything_starts(
+    kind: Any, name: str, values: list[Any], text: str
+) -> None:
+    for value in values:
+        config = kind().environment("no-such-environment")
+        config[name] = value
+        with pytest.raises(UsageError) as caught:
+            config.build()
+        assert text in str(caught.value), value
+
+
+@pytest.mark.parametrize(("model", "text"), MODELS)
+@pytest.mark.parametrize("kind", [PPOConfig, DQNConfig, SACConfig, BCConfig])
+def test_settings_of_built_in_modules_are_checked(kind: Any, model: dict[str, Any], text: str) -> None:
+    for config in (kind().training(model=model), kind().rl_module(model_config=model)):
+        with pytest.raises(UsageError) as caught:
+            config.build()
+        assert text in str(caught.value)
+
+
+def test_a_module_of_ones_own_gives_its_settings_their_meaning() -> None:
+    class OwnModule(RLModule):
+        known_settings: ClassVar = {"depth": 1, "fcnet_hiddens": 8}
+        allowed_settings: ClassVar = {"depth": whole(1)}
+
+    config = PPOConfig().environment("CartPole-v1").rl_module(module_class=OwnModule)
+    config.copy().rl_module(model_config={"fcnet_hiddens": 64, "depth": 2}).validate()
+    with pytest.raises(UsageError, match="model_config depth: a whole number of at least 1, not 0"):
+        config.copy().rl_module(model_config={"depth": 0}).validate()
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_every_setting_has_a_rule_that_its_default_keeps(kind: Any) -> None:
+    config = kind().environment("CartPole-v1")
+    rules = kind._all_allowed()
+    assert set(config.keys()) - set(rules) == FREE & set(config.keys())
+    assert [
+        fault for name, value in config.items() if name in rules and (fault := rules[name].fault(name, value))
+    ] == []
+    faults = [fault for fault in config.problems() if "offline_data" not in fault]
+    assert faults == []
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings"),
+    [
+        (PPOConfig, {"lr": 0, "vf_clip_param": INF, "gamma": 1, "clip_param": [[0, 0.2], [1000, 0.0]],
+                     "grad_clip": None, "entropy_coeff": [[0, 0.01], [1e6, 0]], "minibatch_size": None, "lambda_": 0}),
+        (PPOConfig, {"lr": [(0, 1e-3), (10, 0)], "model": {"fcnet_hiddens": [], "conv_filters": [[16, [8, 8], 4]]}}),
+        (PPOConfig, {"lr": np.array([[0, 1e-3], [10, 0]]), "model": {"fcnet_hiddens": np.array([8, 8])}}),
+        (PPOConfig, {"model": None, "sample_timeout_s": None, "seed": None, "evaluation_interval": np.int64(2)}),
+        (DQNConfig, {"epsilon": 0, "training_intensity": None, "tau": 1, "model": {"dueling": False}}),
+        (SACConfig, {"target_entropy": -3, "initial_alpha": 1, "grad_clip": 40}),
+        (IMPALAConfig, {"vtrace_clip_rho_threshold": None, "vtrace_clip_pg_rho_threshold": INF}),
+    ],
+)  # fmt: skip
+def test_what_users_of_rllib_write_is_kept(kind: Any, settings: dict[str, Any]) -> None:
+    kind().environment("CartPole-v1").update_from_dict(settings).validate()
+
+
+def test_numbers_of_numpy_become_pythons_own() -> None:
+    config = PPOConfig().environment("CartPole-v1")
+    config.training(lr=np.float32(0.5), train_batch_size=np.int64(64), minibatch_size=np.int32(8))
+    config.env_runners(explore=np.bool_(False)).debugging(seed=np.uint8(3))
+    config.validate()
+    found = [config.lr, config.train_batch_size, config.explore, config.seed]
+    assert found == [0.5, 64, False, 3]
+    assert [type(each) for each in found] == [float, int, bool, int]
+
+
+def test_several_faults_come_in_one_error() -> None:
+    with pytest.raises(UsageError, match="DQNConfig has 3 faults") as caught:
+        DQNConfig().environment("CartPole-v1").training(double_q="no", epsilon=2, lr=NAN).build()
+    assert all(f"{name}: " in str(caught.value) for name in ("double_q", "epsilon", "lr"))
+
+
+def test_rules_say_what_they_allow() -> None:
+    assert whole(1).fault("n", 2) is None
+    assert whole(1).fault("n", 1.0) == "n: a whole number of at least 1, not 1.0"
+    assert optional(FLAG).fault("f", None) is None
+    assert number(endless=True).accepts(INF)
+    assert not number(endless=True).accepts(NAN)
+    assert schedule(number(0, 1)).fault("s", [[0, 1], [5, 0.5]]) is None
+    assert one_of("relu", "tanh").fault("a", 3) == "a: one of 'relu', 'tanh', not 3."
+    pickled = pickle.loads(pickle.dumps(PPOConfig().training(lr=1)))
+    assert pickled.lr == 1
