@@ -229,5 +229,5 @@ def test_connectors_that_do_not_fit_are_refused() -> None:
     config = ppo([FrameStack(2)], Mixed).multi_agent(policies=["first", "second"])
     with pytest.raises(UsageError, match="policy 'first': FrameStack needs observations in a Box"):
         config.build()
-    with pytest.raises(UsageError, match="is no connector"):
+    with pytest.raises(UsageError, match="connectors: a list of objects"):
         ppo(["FrameStack"]).build()  # type: ignore[list-item]
