@@ -69,7 +69,7 @@ def check(folder: Path, pairs: Sequence[tuple[str, str]], sizes: tuple[int, int]
                 assert any((tensor - wrote["saved"][name]).abs().max() > 1e-4 for name, tensor in wrote["next"].items())
                 for name, tensor in wrote["next"].items():
                     torch.testing.assert_close(taken["next"][name], tensor, rtol=0, atol=2e-4, msg=f"{what}: {name}")
-                if len(FORMS) > 1:
+                if len(FORMS) > 1 and not reader.startswith("zero"):
                     holds, trains = ("an adapter", "all weights")[:: 1 if form == "adapter" else -1]
                     assert f"holds {holds}, and this engine trains {trains}" in taken["refused"], what
 
@@ -81,7 +81,8 @@ def test_engines_of_torch_go_on_from_each_other(tmp_path: Path) -> None:
 
 @pytest.mark.engines
 @pytest.mark.skipif(find_spec("deepspeed") is None, reason="deepspeed is not installed (make engines)")
-def test_all_engines_go_on_from_each_other(tmp_path: Path) -> None:
+@pytest.mark.parametrize("after", [(2,), pytest.param((0, 1, 3, 4), marks=pytest.mark.soak)])
+def test_all_engines_go_on_from_each_other(after: tuple[int, ...], tmp_path: Path) -> None:
     kinds = ("ddp", "fsdp2", "zero1", "zero2", "zero3")
-    pairs = [(kind, kinds[(place + after) % len(kinds)]) for place, kind in enumerate(kinds) for after in (1, 3)]
+    pairs = [(kind, kinds[(place + each) % len(kinds)]) for place, kind in enumerate(kinds) for each in after]
     check(tmp_path, pairs, (1, 2))

@@ -254,6 +254,21 @@ def test_rewards_that_read_a_prompt_of_messages_are_tried_with_the_template(tiny
     small(tmp_path, data=rows).check()
 
 
+def test_a_script_without_a_guard_is_told_about_it(tiny: Path, tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(
+        "from rlmesh.rl.algorithms import GRPO\nfrom rlmesh.rl.trainers.run import Run\n\n"
+        "def length(response):\n    return len(response)\n\n"
+        f"Run(model={str(tiny)!r}, data=[{{'prompt': 'ab>'}}] * 16, rewards=[length], algorithm=GRPO()).submit('x')\n"
+    )
+    ended = subprocess.run(
+        [sys.executable, str(script)], cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert ended.returncode and not (tmp_path / "runs").exists()
+    assert 'In a script, begin a run below `if __name__ == "__main__":`' in ended.stderr.splitlines()[-1]
+    assert "imports it: begin a run below" in ended.stderr
+
+
 def test_an_engine_that_is_not_installed_is_told(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(preflight, "find_spec", lambda name: None)
     with pytest.raises(UsageError, match=r"rollout\.engine='vllm-async' needs vllm: pip install 'rlmesh\[vllm\]'"):

@@ -165,6 +165,10 @@ class TokenWeights:
             policy, likelihood, divergence: a number, ``[episodes]`` or ``[episodes, time]``.
             normalisers: ``None``: of each component the sum of its weights, at least 1.
             returns, metrics: stored unchanged.
+
+        Raises:
+            TypeError: a weight is neither a number nor a tensor.
+            ValueError: a tensor has neither one number per episode nor one per token.
         """
         import torch
 
@@ -172,16 +176,23 @@ class TokenWeights:
 
         wide = torch.float64
 
-        def full(weight: Tensor | float) -> Tensor:
+        def full(name: str, weight: Tensor | float) -> Tensor:
             if not isinstance(weight, torch.Tensor):
+                if not isinstance(weight, int | float):
+                    raise TypeError(f"{name} of TokenWeights is a {type(weight).__name__}: give a number or a tensor")
                 return mask.to(wide) * weight
-            if weight.ndim == 1:
-                return spread(weight.to(wide), mask)
-            return torch.where(mask, weight.to(wide), 0.0)
+            # Other shapes might be broadcast to wrong weights.
+            if weight.shape not in (mask.shape, mask.shape[:1], torch.Size()):
+                shape, (episodes, time) = tuple(weight.shape), mask.shape
+                raise ValueError(
+                    f"{name} of TokenWeights has shape {shape}: expected one number per episode, ({episodes},), or "
+                    f"one per token, ({episodes}, {time})"
+                )
+            return spread(weight.to(wide), mask) if weight.ndim == 1 else torch.where(mask, weight.to(wide), 0.0)
 
-        parts = full(policy), full(likelihood), full(divergence)
+        parts = full("policy", policy), full("likelihood", likelihood), full("divergence", divergence)
         return cls(
-            full(0.0 if advantages is None else advantages),
+            full("advantages", 0.0 if advantages is None else advantages),
             policy=parts[0],
             likelihood=parts[1],
             divergence=parts[2],
@@ -256,6 +267,19 @@ class Algorithm:
             raise ValueError(f"{type(self).__name__}(samples={samples!r}): a whole number of responses per prompt")
         if samples < 1:
             raise ValueError(f"{type(self).__name__}(samples={self.samples}): at least 1 response per prompt")
+
+
+def weighed(algorithm: Algorithm, batch: Evaluated) -> TokenWeights:
+    """The weights of one step.
+
+    Raises:
+        TypeError: the algorithm's ``weigh`` returns something else.
+    """
+    weights: Any = algorithm.weigh(batch)
+    if not isinstance(weights, TokenWeights):
+        name = type(algorithm).__name__
+        raise TypeError(f"{name}.weigh(batch) returned {type(weights).__name__}: return TokenWeights.of(batch.mask, …)")
+    return weights
 
 
 def policy_terms(

@@ -13,7 +13,7 @@ import resource
 import signal
 import threading
 from collections.abc import Callable, Mapping
-from concurrent.futures import CancelledError, Future
+from concurrent.futures import BrokenExecutor, CancelledError, Future
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,8 @@ __all__ = ["PROCESS_DIED", "ScoringPool"]
 
 PROCESS_DIED = "the scorer's process ended"
 """Beginning of the reason of a `Failed` whose cause is the death of the scoring process."""
+GUARD = 'begin a run below `if __name__ == "__main__":`, since the processes that score import the script too'
+"""The advice for scripts that begin a run at their top level."""
 _PR_SET_PDEATHSIG = 1
 
 _functions: dict[str, Callable[..., Any]] = {}
@@ -138,6 +140,8 @@ class ScoringPool(AbstractContextManager["ScoringPool"]):
             return Failed("the pool was closed")
         except ProcessExpired as error:
             return Failed(f"{PROCESS_DIED} with exit code {error.exitcode}")
+        except BrokenExecutor:
+            return Failed(f"the processes that score end before they can begin. In a script, {GUARD}")
         except BaseException as error:
             return Failed(f"{type(error).__name__}: {error}")
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -43,6 +45,11 @@ def check(run: Run) -> str:
     Raises:
         UsageError: lists all faults, with the row where a row is at fault.
     """
+    # A spawned process imports the script of its parent: without a guard, the script comes here again.
+    if getattr(multiprocessing.current_process(), "_inheriting", False):
+        from rlmesh.rl.rewards.process_pool import GUARD
+
+        sys.exit(f"the script begins a run while a process that scores imports it: {GUARD}")
     twice = [*_names_that_occur_twice(run.scored)]
     faults = [*quick_faults(**{name: getattr(run, name) for name in QUICK}), *twice]
     tried, counts = set[str](), list[str]()

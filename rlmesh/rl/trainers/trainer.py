@@ -14,7 +14,7 @@ import torch
 
 from rlmesh import RoleGroup, WeightSync, current_worker, private_files
 from rlmesh.errors import CallError, SourceRestarted, UsageError, WeightsNotReady, WeightSyncError
-from rlmesh.rl.algorithms.protocol import Evaluated, TokenWeights
+from rlmesh.rl.algorithms.protocol import Evaluated, TokenWeights, weighed
 from rlmesh.rl.checkpoints.resuming import TrainerCheckpoints
 from rlmesh.rl.checkpoints.state import seed_generators
 from rlmesh.rl.data.dataset import Prompt
@@ -141,7 +141,7 @@ class Trainer:
         self.phases.end("evaluate")
         metrics = self.rewards.metrics(groups) | batches.lengths_of(groups)
         metrics |= episode_report(groups) if self.episodes is not None else {}
-        weights = self.algorithm.weigh(batch)
+        weights = weighed(self.algorithm, batch)
         metrics |= self.train(packs, batch, weights)
         self.phases.end("train")
         self.samples.add(step, groups, self.rewards.total, advantages=batches.advantages_of(groups, batch, weights))

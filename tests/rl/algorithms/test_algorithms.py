@@ -20,6 +20,7 @@ from rlmesh.rl.algorithms import (
     TokenWeights,
 )
 from rlmesh.rl.algorithms.grpo import overlong_penalty
+from rlmesh.rl.algorithms.protocol import weighed
 from rlmesh.rl.correction import Correction
 
 MASK = torch.tensor(
@@ -172,6 +173,33 @@ def test_an_algorithm_of_ones_own_is_a_small_class() -> None:
     assert weights.normalisers.likelihood == MASK[[0, 2]].sum()
     with pytest.raises(TypeError, match="defines no weigh"):
         Algorithm().weigh(batch())
+
+
+@pytest.mark.parametrize(
+    ("weights", "told"),
+    [
+        ({"advantages": [0.0] * 4}, "advantages of TokenWeights is a list: give a number or a tensor"),
+        (
+            {"policy": torch.ones(3)},
+            r"policy of TokenWeights has shape \(3,\): expected one number per episode, \(4,\), or one per token",
+        ),
+        ({"likelihood": torch.ones(1, 5)}, r"likelihood of TokenWeights has shape \(1, 5\)"),
+        ({"divergence": torch.ones(4, 1)}, r"divergence of TokenWeights has shape \(4, 1\)"),
+        ({"advantages": torch.ones(2, 4, 5)}, r"advantages of TokenWeights has shape \(2, 4, 5\)"),
+    ],
+)
+def test_weights_of_another_shape_are_refused_and_never_broadcast(weights: Any, told: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=told):
+        TokenWeights.of(MASK, **weights)
+
+
+def test_an_algorithm_that_returns_no_weights_is_named() -> None:
+    class Forgetful(Algorithm):
+        def weigh(self, batch: Evaluated) -> Any:
+            return None
+
+    with pytest.raises(TypeError, match=r"Forgetful\.weigh\(batch\) returned NoneType: return TokenWeights\.of"):
+        weighed(Forgetful(), batch())
 
 
 @pytest.mark.parametrize(
