@@ -210,7 +210,10 @@ def raises(response: str) -> float:
         ({"rewards": [Reward(is_a), raises], "validation": "/nowhere"}, "validation: "),
         ({"rewards": [is_a, is_a], "batch_size": 99}, "rewards: 2 are named 'is_a'"),
         ({"rollout": RolloutSettings(max_tokens=64)}, "tokens are more than the 64 positions of the model"),
-        ({"rollout": RolloutSettings(max_tokens=8, stop_token_ids=(1, 999))}, "tokens, and none is 999"),
+        (
+            {"rollout": RolloutSettings(max_tokens=8, stop_token_ids=(1, 999))},
+            "stop_token_ids has 999, and the tokenizer has only",
+        ),
     ],
 )
 def test_faults_are_told_before_any_process_starts(tiny: Path, changes: dict[str, Any], said: str) -> None:

@@ -275,7 +275,9 @@ def _slow_faults(run: Run, counts: list[str], tried: set[str]) -> Iterator[str]:
                 yield from (f"reward model {model.name!r}: {fault}" for fault in model.faults(tokenizer, data[0].row))
         yield from unscored(run.scored, data) if run.scored else ()
         PromptLoader(data, run.batch_size)
-        longest = 0 if run.agent is not None else max(len(data[place].ids) for place in range(len(data)))
+        longest = 0
+        if run.algorithm.responses == "sampled" and run.agent is None:
+            longest = max(len(data[place].ids) for place in range(len(data)))
         if (plan := EpisodePlan.of(run)) is not None:
             yield from plan.slow_faults(tokenizer, data[0].row)
             yield from plan.length_faults(longest, _positions(run.model))
@@ -299,7 +301,7 @@ def _sampling_faults(run: Run, tokenizer: Any, longest: int) -> Iterator[str]:
             "the model: lower it, or max_prompt_tokens"
         )
     if beyond := [one for one in run.rollout.stop_token_ids if one >= len(tokenizer)]:
-        yield f"rollout.stop_token_ids: the tokenizer has {len(tokenizer)} tokens, and none is {beyond[0]}"
+        yield f"rollout.stop_token_ids has {beyond[0]}, and the tokenizer has only {len(tokenizer)} tokens"
 
 
 def _positions(model: str) -> int | None:

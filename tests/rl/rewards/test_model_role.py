@@ -44,7 +44,10 @@ def scorer(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run_of(policy: Path, *rewards: RewardModel) -> Run:
-    return Run(model=str(policy), data=ROWS, rewards=[*rewards, is_a], algorithm=GRPO(samples=4), batch_size=8, steps=2)
+    return Run(
+        model=str(policy), data=ROWS, rewards=[*rewards, is_a], algorithm=GRPO(samples=4), batch_size=8, steps=2,
+        rollout=RolloutSettings(max_tokens=4),
+    )  # fmt: skip
 
 
 def test_each_model_is_a_role(policy: Path, scorer: Path) -> None:
