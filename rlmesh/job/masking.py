@@ -30,10 +30,10 @@ _ABOUT_TOKENS = re.compile(r"token|key", re.I)
 _NUMBER = re.compile(r"[-+]?\d+(?:\.\d*)?(?:e[-+]?\d+)?", re.I)
 
 # Repetitions are bounded, so that matching takes linear time.
-# The weight embed_tokens.weight is no token.
+# The weight embed_tokens.weight is no token, nor is the class TokenWeights.
 _NAMED = (
-    r"[\w.-]{0,40}(?:token(?!iz|is|s\.)|secret|passw|passphrase|credential|api[_-]?key|access[_-]?key|private[_-]?key)"
-    r"[\w.-]{0,40}"
+    r"[\w.-]{0,40}(?:token(?!iz|is|s\.|weights\.)|secret|passw|passphrase|credential|"
+    r"api[_-]?key|access[_-]?key|private[_-]?key)[\w.-]{0,40}"
 )
 _GAP = r"['\"]?\s{0,8}[:=]\s{0,8}['\"]?"
 _VALUE = r"[^\s'\",;}&]+"

@@ -159,7 +159,7 @@ def test_the_initializer_keeps_the_deviations_of_actions() -> None:
         last: Any = module.policy_head[-1]
         bias = last.log_std if space is ACTIONS["box"] else last.bias
         assert (bias == -1.5).sum() == 2
-    with pytest.raises(UsageError, match=r"initializer.*not 'orthogonall'.*Did you mean 'orthogonal'"):
+    with pytest.raises(UsageError, match=r"initializer: one of .*, not 'orthogonall'. Did you mean 'orthogonal'"):
         ActorCriticModule(BOX, ACTIONS["box"], {"initializer": "orthogonall"})
     with pytest.raises(UsageError, match=r"fcnet_kernel_initializer.*initializer='torch'"):
         ActorCriticModule(BOX, ACTIONS["box"], {"fcnet_kernel_initializer": None})

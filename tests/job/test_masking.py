@@ -78,6 +78,7 @@ def test_secrets_in_texts_are_masked(text: str, becomes: str) -> None:
         "ACTOR:0 (pid 71 on box) was killed by SIGKILL", "File \"/a/keys.py\", line 3 in get_key", "ssh://git@host/x",
         "step 3: reward_mean 0.5", "KeyError: 'lr'", "tcp://10.0.0.1:4000",
         "ROLLOUT:0: model.embed_tokens.weight: the source has float32", "ended by signal 9",
+        "TokenWeights.of: advantages has shape (3,)",
     ],
 )  # fmt: skip
 def test_other_texts_stay(text: str) -> None:
