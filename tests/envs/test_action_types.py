@@ -47,7 +47,7 @@ def config_of(kind: Any, dtype: Any, **settings: Any) -> Any:
 
 def learned(kind: Any, dtype: Any, settings: dict[str, Any], iterations: int = 6) -> tuple[dict[str, float], Any]:
     with config_of(kind, dtype, **settings).build() as algorithm:
-        before = algorithm.get_weights()["default_policy"]
+        result, before = {}, algorithm.get_weights()["default_policy"]
         for _ in range(iterations):
             result = algorithm.train()
         after = algorithm.get_weights()["default_policy"]

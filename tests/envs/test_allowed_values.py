@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import pickle
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import pytest
@@ -103,9 +103,11 @@ def test_settings_of_built_in_modules_are_checked(kind: Any, model: dict[str, An
 
 
 def test_a_module_of_ones_own_gives_its_settings_their_meaning() -> None:
+    known, allowed = {"depth": 1, "fcnet_hiddens": 8}, {"depth": whole(1)}
+
     class OwnModule(RLModule):
-        known_settings: ClassVar = {"depth": 1, "fcnet_hiddens": 8}
-        allowed_settings: ClassVar = {"depth": whole(1)}
+        known_settings = known
+        allowed_settings = allowed
 
     config = PPOConfig().environment("CartPole-v1").rl_module(module_class=OwnModule)
     config.copy().rl_module(model_config={"fcnet_hiddens": 64, "depth": 2}).validate()

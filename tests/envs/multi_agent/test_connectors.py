@@ -33,7 +33,8 @@ def runner_of(episodes: list[list[Event]], *connectors: Connector, **more: Any) 
 
 def joined(runner: MultiAgentEnvRunner, fragments: list[int]) -> MultiAgentBatch:
     batches = [runner.sample(steps) for steps in fragments]
-    return MultiAgentBatch.concat_samples(batches)  # type: ignore[no-any-return]
+    found: MultiAgentBatch = MultiAgentBatch.concat_samples(batches)
+    return found
 
 
 @settings(max_examples=30, deadline=None)
@@ -46,9 +47,9 @@ def test_each_agent_has_its_own_frames(
     episodes: list[list[Event]], fragments: list[int], number: int, frames: int, fails: tuple[int, int] | None
 ) -> None:
     """In any order of turns, over edges of fragments, with agents that come late, and in environments that break."""
-    more = {"num_envs": number, "fails": fails}
-    plain = joined(runner_of(episodes, **more), fragments)  # type: ignore[arg-type]
-    stacked = joined(runner_of(episodes, FrameStack(frames), **more), fragments)  # type: ignore[arg-type]
+    more: dict[str, Any] = {"num_envs": number, "fails": fails}
+    plain = joined(runner_of(episodes, **more), fragments)
+    stacked = joined(runner_of(episodes, FrameStack(frames), **more), fragments)
     assert plain.policy_batches.keys() == stacked.policy_batches.keys()
     for name, part in plain.policy_batches.items():
         other = stacked[name]

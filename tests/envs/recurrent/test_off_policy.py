@@ -35,13 +35,13 @@ SETTINGS: dict[str, Any] = {
 class Sway(Waves):
     """`Waves` with an action of two numbers."""
 
-    action_space = gym.spaces.Box(-2, 1, (2,), np.float32)
+    action_space: Any = gym.spaces.Box(-2, 1, (2,), np.float32)
 
 
 class Say(Cue):
     """`Cue` whose answer is a number: its product with the cue is the reward, so that constants get 0 on average."""
 
-    action_space = gym.spaces.Box(-1, 1, (1,), np.float32)
+    action_space: Any = gym.spaces.Box(-1, 1, (1,), np.float32)
 
     def step(self, action: Any) -> Any:
         observation, _, over, truncated, info = super().step(0)
@@ -75,7 +75,7 @@ EXACT: dict[str, Any] = {"SAC": (ExactSAC, RecurrentSACLearner), "TD3": (ExactTD
 
 def runner_of(name: str, memory: str) -> EnvRunner:
     config = {"module_class": EXACT[name][0], "model_config": MEMORIES[memory], "seed": 2}
-    env = {"lengths": (3, 11, 2, 6), "truncated": (False, True, True, False)}
+    env: dict[str, Any] = {"lengths": (3, 11, 2, 6), "truncated": (False, True, True, False)}
     return EnvRunner(lambda context: Sway(**env), OffPolicyModulePolicy, policy_config=config, num_envs=3, seed=3)
 
 
@@ -319,7 +319,7 @@ def test_single_actions_need_and_give_the_state() -> None:
 class SayInTurns(Turns):
     """`Turns` whose answers are numbers, as those of `Say`."""
 
-    action_space = gym.spaces.Box(-1, 1, (1,), np.float32)
+    action_space: Any = gym.spaces.Box(-1, 1, (1,), np.float32)
 
     def step(self, actions: Any) -> Any:
         return super().step({agent: (float(action[0]) + 1) / 2 for agent, action in actions.items()})

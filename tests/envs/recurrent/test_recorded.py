@@ -121,7 +121,7 @@ def test_losses_and_gradients_are_those_of_single_steps(name: str, beta: float) 
     expected = torch.stack(terms).mean()
     assert (loss - expected).abs().item() <= BOUND
     parameters = list(module.parameters())
-    pairs = zip(
+    pairs: Any = zip(
         torch.autograd.grad(loss, parameters, allow_unused=True),
         torch.autograd.grad(expected, parameters, allow_unused=True), strict=True,
     )  # fmt: skip
@@ -164,6 +164,7 @@ def config_of(kind: Any, model: dict[str, Any], seed: int = 0, episodes: int = 4
 @pytest.mark.parametrize("kind", [BCConfig, MARWILConfig])
 def test_memory_solves_the_task(kind: Any, model: dict[str, Any]) -> None:
     """The steps of MARWIL are of a policy that answers at random: it learns from their returns."""
+    found = 0.0
     with config_of(kind, {**model, "max_seq_len": 3}).build() as algorithm:
         for _ in range(12):
             algorithm.train()
