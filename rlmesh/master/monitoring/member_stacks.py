@@ -9,8 +9,9 @@ incident of others; and one that answers a second, small question, and needs lon
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import replace
+from typing import Any
 
 from rlmesh.agent.protocol import CONTROL
 from rlmesh.errors import CallError
@@ -27,6 +28,7 @@ INCIDENT_ANSWER_S = 0.7
 """Seconds to answer during a restart, which ends the other members' current work."""
 TEXT_S = 4.0
 """Further seconds for the text of the stacks, which reads source files, of a member that has answered otherwise."""
+GONE_POLL_S = 0.05
 AGENT_ANSWER_S = 6.0
 
 
@@ -47,9 +49,9 @@ async def examine(
         signal: send silent members the signal; otherwise they have no stacks.
     """
     asked = tuple(members)
-    endpoints = list(dict.fromkeys(member.endpoint for member in asked if member.endpoint))
-    answers = await asyncio.gather(*(_ask(runtime, endpoint, own_answer_s) for endpoint in endpoints))
-    own = {endpoint: text for endpoint, text in zip(endpoints, answers, strict=True) if text}
+    processes = {member.endpoint: member for member in reversed(asked) if member.endpoint}
+    answers = await asyncio.gather(*(_ask(runtime, member, own_answer_s) for member in processes.values()))
+    own = {endpoint: text for endpoint, text in zip(processes, answers, strict=True) if text}
     of_node: dict[int, list[Member]] = {}
     for member in asked:
         of_node.setdefault(member.placement.node_rank, []).append(member)
@@ -60,18 +62,32 @@ async def examine(
     return tuple(of_key[member.key] for member in asked)
 
 
-async def _ask(runtime: Runtime, endpoint: str, wait_s: float) -> str:
-    """Return a process's own answer; empty if it answers nothing."""
-    control = runtime.peer(CONTROL, endpoint)
-    try:
-        await control.options(timeout_s=wait_s).call("methods", "")
-    except CallError:
+async def _ask(runtime: Runtime, member: Member, wait_s: float) -> str:
+    """Return a process's own answer; empty if it answers nothing, or ends first."""
+    control = runtime.peer(CONTROL, member.endpoint)
+    # Both at once: a member that fails of what has happened ends within milliseconds, and its stacks are of now.
+    stacks = asyncio.create_task(_answer_of(control.options(timeout_s=wait_s + TEXT_S).call("stacks")))
+    alive = asyncio.create_task(_answer_of(control.options(timeout_s=wait_s).call("methods", "")))
+    await asyncio.wait((stacks, alive), return_when=asyncio.FIRST_COMPLETED)
+    answers = alive.done() and not isinstance(alive.result(), CallError)
+    while answers and not stacks.done() and not member.gone:
+        await asyncio.wait((stacks,), timeout=GONE_POLL_S)
+    alive.cancel()
+    if not stacks.done():
+        stacks.cancel()
         return ""
+    text = stacks.result()
+    if isinstance(text, str):
+        return text
+    return f"it answers, but its stacks did not come: {text}" if answers else ""
+
+
+async def _answer_of(call: Awaitable[Any]) -> Any:
+    """The result of a call, or its error."""
     try:
-        text: str = await control.options(timeout_s=TEXT_S).call("stacks")
+        return await call
     except CallError as error:
-        return f"it answers, but its stacks did not come: {error}"
-    return text
+        return error
 
 
 async def _inspect(

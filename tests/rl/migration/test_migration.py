@@ -348,7 +348,14 @@ def test_the_command_lists_every_key(
     tiny: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = written(tmp_path, TRL.replace("use_vllm: true", "use_cpu: true"), model=tiny)
-    words = [f"data={data}", 'rewards=["gsm8k"]', "batch_size=4", "actor.ranks=1", "rollout.engines=1"]
+    words = [
+        f"data={data}",
+        'rewards=["gsm8k"]',
+        "batch_size=4",
+        "actor.ranks=1",
+        "rollout.engines=1",
+        "rollout.max_tokens=32",
+    ]
     code = main(
         ["train", str(path), "--from", "trl-grpo", "--check", *(part for one in words for part in ("--set", one))]
     )
