@@ -9,6 +9,7 @@ lost, no sample is staler than the bound, and steps are in order.
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import random
 import signal
@@ -95,6 +96,17 @@ def members(mark: str, names: tuple[str, ...] = TARGETS) -> list[tuple[int, str]
     return sorted(found)
 
 
+def killed_after_its_end(run_dir: Path) -> bool:
+    """True if a member was killed when the training was over, and the job was about to end: that is a failure."""
+    events = [json.loads(line) for line in (run_dir / "events.jsonl").read_text().splitlines()]
+    kinds = [
+        "killed" if event["event"] == "MemberExited" and event["exit"]["signal"] == signal.SIGKILL
+        else (event["event"], event.get("who")) for event in events
+    ]  # fmt: skip
+    over = ("RunFinished", "TRAINER:0")
+    return over in kinds and "killed" in kinds[kinds.index(over) :]
+
+
 def attempt(folder: Path, model: Path, pipeline: str, engines: int, kills: int, seed: int, steps: int) -> Outcome:
     """Carry out one training, and judge it."""
     source = random.Random(f"{seed} {pipeline} {engines}")
@@ -121,7 +133,7 @@ def attempt(folder: Path, model: Path, pipeline: str, engines: int, kills: int, 
                 break
             time.sleep(0.02)
     output = (folder / "output").read_text(errors="replace")
-    if not wrong and process.returncode:
+    if not wrong and process.returncode and not killed_after_its_end(run_dir):
         wrong.append(f"the training failed with exit code {process.returncode}")
     void = 0
     if (run_dir / LEDGER).exists():
