@@ -273,10 +273,7 @@ class Run:
         counts = ("steps", "batch_size", "max_prompt_tokens", "save_every", "keep_last", "nodes", "reward_workers")
         yield from too_small(self, 1, *counts)
         yield from too_small(self, 0, "validate_every", "devices_per_node", "examine", "seed")
-        needs = getattr(self.algorithm, "needs", None)
-        if needs is None:
-            yield f"algorithm={self.algorithm!r}: expected an Algorithm, such as GRPO(samples=8)"
-        elif lacking := sorted(needs - set(NEEDS)):
+        if lacking := sorted(self.algorithm.needs - set(NEEDS)):
             known, lacked = ", ".join(NEEDS), " and ".join(lacking)
             yield f"{type(self.algorithm).__name__} needs {lacked}, which no role gives: there is {known}"
         else:
@@ -290,7 +287,7 @@ class Run:
             given, what = getattr(self, name), "a file, a folder, a list of files or of rows, or a mapping of files"
             if given is None and name == "validation":
                 continue
-            if not isinstance(given, str | Path | Mapping | list | tuple):
+            if not isinstance(given, str | Path | Mapping | Sequence):
                 yield f"{name}={given!r} must be {what}"
             elif isinstance(given, list | tuple):
                 kinds = {isinstance(one, Mapping) for one in given}
