@@ -119,7 +119,13 @@ def attempt(folder: Path, model: Path, pipeline: str, engines: int, kills: int, 
             if step != seen:
                 seen, moved = step, time.monotonic()
                 if 0 < step < steps and killed.total() < kills:
-                    time.sleep(source.uniform(0, LATEST_S))
+                    # Sooner, if the training gets so far meanwhile that it might end before all kills.
+                    due, most = (
+                        time.monotonic() + source.uniform(0, LATEST_S),
+                        steps * (killed.total() + 1) / (kills + 1),
+                    )
+                    while time.monotonic() < due and Progress.read(run_dir).step < most:
+                        time.sleep(0.01)
                     role = source.choice(TARGETS)
                     living = members(folder.name, (role,))
                     if living and process.poll() is None:
