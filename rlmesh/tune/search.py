@@ -49,17 +49,17 @@ class BasicSearch:
         return self._variants[number]
 
     def go_on(self, number: int, history: Sequence[tuple[int, float]]) -> None:
-        """Has no effect: results are not kept."""
+        """Keeps nothing: later values do not depend on results."""
 
     def report(self, number: int, iteration: int, value: float) -> bool:
         """False: no trial is pruned."""
         return False
 
     def tell(self, number: int, value: float | None, *, pruned: bool, failed: bool) -> None:
-        """Has no effect: later values do not depend on results."""
+        """Keeps nothing: later values do not depend on results."""
 
     def end(self) -> None:
-        """Has no effect: there is no storage."""
+        """Closes nothing: this search has no storage."""
 
 
 class OptunaSearch:

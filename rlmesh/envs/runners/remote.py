@@ -88,7 +88,7 @@ class RemoteEnvRunner:
 
     @rpc
     def take_delta(self) -> Any:
-        """What connectors learnt since the last call; None if `go_on` is to be called first."""
+        """The statistics of connectors since the last call; None if `go_on` must be called first."""
         return None if self._is_back else self.runner.connectors.take_delta()
 
     @rpc

@@ -60,7 +60,7 @@ _HEAVY_PARTS = ("rl", "envs", "weights")
 
 _MODEL_ROLES = "rlmesh.rl.roles."
 _FOR_MODELS = "transformers.modeling_utils"
-"""What the roles that hold a language model import when they are set up: 1.5 s of each of them otherwise."""
+"""Modules that roles with a language model import in their set-up, which takes each of them 1.5 s otherwise."""
 
 MAX_MODULES = 300
 """Local modules that are read at most; the result then has the imports found so far."""

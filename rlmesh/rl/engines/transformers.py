@@ -380,7 +380,7 @@ class TransformersEngine:
         self._asleep = None
 
     def reset_prefix_cache(self) -> None:
-        """Has no effect: the engine caches nothing beyond running responses."""
+        """Drops nothing: the engine caches running responses only."""
 
     def metrics(self) -> Mapping[str, float]:
         return {"generated_tokens": float(self._tokens), "generating_s": self._busy_s}

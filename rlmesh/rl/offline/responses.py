@@ -60,23 +60,23 @@ class OfflineBuffer:
         return self._groups(self._loader.batch(step - 1))
 
     def connect(self, *args: Any, **options: Any) -> None:
-        """Has no effect: there are no engines."""
+        """Connects nothing: the responses are in the data."""
 
     def pause(self) -> None:
-        """Has no effect: nothing is being sampled."""
+        """Pauses nothing: no engine samples."""
 
     def trained(self, step: int) -> None:
-        """Has no effect: no slot is used."""
+        """Frees nothing: a batch has no slots."""
 
     def advance(self, version: int) -> None:
-        """Has no effect: nothing gets the weights."""
+        """Passes the version to nobody: no engine serves weights."""
 
     def report(self) -> dict[str, float]:
         """Empty: there are no metrics."""
         return {}
 
     def close(self) -> None:
-        """Has no effect: there is no ledger."""
+        """Closes nothing: the ledger is for sampled responses."""
 
 
 def offline_groups(

@@ -23,7 +23,7 @@ class OfflineActor(ActorRole):
     """The policy in training without rollout engines: its weights are never pushed."""
 
     def offer_weights(self) -> None:
-        """Has no effect: there are no engines."""
+        """Offers nothing: no engine takes the weights."""
 
 
 class RewardModelRole(CriticRole):

@@ -31,7 +31,7 @@ class OfflineTrainer(Trainer):
         return OfflineBuffer(self.groups_of, loader)
 
     def connect(self) -> None:
-        """Has no effect: there are no engines."""
+        """Connects nothing: the responses are in the data."""
 
     def groups_of(self, drawn: Sequence[Drawn]) -> list[Group]:
         """Groups of the responses in the prompts' rows."""
@@ -40,7 +40,7 @@ class OfflineTrainer(Trainer):
         return offline_groups(drawn, self.tokenizer, self.algorithm.responses, most, key)
 
     def publish(self) -> None:
-        """Has no effect: there are no engines to push to."""
+        """Pushes nothing: no engine takes the weights."""
 
     def gap(self, log_probs: torch.Tensor, batch: Evaluated) -> dict[str, float]:
         return {}  # no engine sampled

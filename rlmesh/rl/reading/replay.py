@@ -223,4 +223,4 @@ class _Replayer(Trainer):
         return self._roles.get(role) or NO_MEMBERS
 
     def teardown(self) -> None:
-        """Has no effect: nothing was opened."""
+        """Frees nothing: a replay opens nothing in its set-up."""

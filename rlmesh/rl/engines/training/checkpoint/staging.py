@@ -48,4 +48,4 @@ class Copied(AsyncStager):
         """Return at once."""
 
     def close(self) -> None:
-        """Has no effect: there is nothing to free."""
+        """Frees nothing: this copy lives as long as its state dict."""
