@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from rlmesh import ModuleSink, VersionGate
 from rlmesh.errors import WeightSyncError
+from rlmesh.rl.engines.host_memory import empty_on_host
 from rlmesh.rl.engines.rollout import SleepLevel
 from rlmesh.rl.engines.training.offload import free_unused_gpu_memory
 
@@ -33,15 +34,15 @@ class SleepingSink(ModuleSink):
         self._base = [tensor for tensor in every if lora and id(tensor) not in taken]
         self._home = next(model.parameters()).device
         self._gone: dict[int, int] = {}
+        self._copies: dict[int, Tensor] = {}
         self._missing: set[str | None] = set()
 
     def release(self, level: SleepLevel) -> None:
         self.let_go()
         if self._home.type != "cpu":
-            for tensor in self._base:
-                tensor.data = tensor.data.to("cpu")
+            self._move_to_host([[tensor] for tensor in self._base])
         if level == 1 and self._home.type != "cpu":
-            self._move("cpu")
+            self._move_to_host([*self._targets.values()])
         elif level == 2:
             self._gone = {}
             for tensors in self._targets.values():
@@ -59,15 +60,21 @@ class SleepingSink(ModuleSink):
                 tensors[0].data.untyped_storage().resize_(self._gone[id(tensors[0])])
             self._gone = {}
         elif self._home.type != "cpu":
-            self._move(str(self._home))
+            for tensors in self._targets.values():
+                moved = tensors[0].data.to(self._home)
+                for tensor in tensors:
+                    tensor.data = moved
         for tensor in self._base:
             tensor.data = tensor.data.to(self._home)
 
-    def _move(self, device: str) -> None:
-        for tensors in self._targets.values():
-            moved = tensors[0].data.to(device)
-            for tensor in tensors:
-                tensor.data = moved
+    def _move_to_host(self, groups: Sequence[Sequence[Tensor]]) -> None:
+        """Move tensors to host memory that is kept for the next sleep; those of a group share theirs."""
+        new = [group[0] for group in groups if id(group[0]) not in self._copies]
+        self._copies.update(zip(map(id, new), empty_on_host(new), strict=True))
+        for group in groups:
+            copy = self._copies[id(group[0])].copy_(group[0].data)
+            for tensor in group:
+                tensor.data = copy
 
     def begin(self, version: int) -> None:
         if self._gone:

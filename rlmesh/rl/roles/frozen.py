@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
+from rlmesh.rl.engines.host_memory import KeptRooms
 from rlmesh.rl.engines.training.offload import Offloaded, own_memory
 
 __all__ = ["FrozenModel"]
@@ -17,11 +18,12 @@ class FrozenModel:
         own_memory([*model.parameters(), *model.buffers()])
         self.device = next(model.parameters()).device
         self._offloaded: Offloaded | None = None
+        self._rooms = KeptRooms()
 
     def sleep(self) -> None:
         """Move the weights to host memory."""
         if self._offloaded is None:
-            self._offloaded = Offloaded([*self.model.parameters(), *self.model.buffers()], None)
+            self._offloaded = Offloaded([*self.model.parameters(), *self.model.buffers()], None, self._rooms)
 
     def wake(self) -> None:
         """Move the weights back."""

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from rlmesh import Manifest, WeightSource
 from rlmesh.errors import UsageError
+from rlmesh.rl.engines.host_memory import empty_on_host
 from rlmesh.rl.engines.rollout import RolloutEngine
 from rlmesh.rl.engines.weight_parts import names_in_parts
 
@@ -42,18 +43,21 @@ class HostCopy:
         self._manifest = self._source.manifest()
         for names in names_in_parts(self._manifest, BUCKET_BYTES):
             with self._source.gather(names) as tensors:
+                self._make_room({name: tensors[name] for name in names})
                 for name in names:
-                    self._copy(name, tensors[name])
+                    self._tensors[name].copy_(tensors[name], non_blocking=True)
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         self._taken += 1
 
-    def _copy(self, name: str, tensor: Tensor) -> None:
-        kept = self._tensors.get(name)
-        if kept is None or kept.shape != tensor.shape or kept.dtype != tensor.dtype:
-            kept = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
-            self._tensors[name] = kept
-        kept.copy_(tensor, non_blocking=True)
+    def _make_room(self, tensors: Mapping[str, Tensor]) -> None:
+        kept = self._tensors
+        new = {
+            name: tensor
+            for name, tensor in tensors.items()
+            if name not in kept or (kept[name].shape, kept[name].dtype) != (tensor.shape, tensor.dtype)
+        }
+        kept.update(zip(new, empty_on_host([*new.values()]), strict=True))
 
     # The methods of a `WeightSource`.
 

@@ -17,6 +17,7 @@ from torch.utils.dlpack import from_dlpack
 
 from rlmesh import ModuleSource, WeightSource
 from rlmesh.errors import UsageError
+from rlmesh.rl.engines.host_memory import KeptRooms
 from rlmesh.rl.engines.lora import add_adapter, base_model_of, base_sums, require_same_base
 from rlmesh.rl.engines.training import ranks
 from rlmesh.rl.engines.training.checkpoint.exporting import write_adapter, write_safetensors
@@ -54,6 +55,7 @@ class ModuleEngine(ABC):
         self.steps = 0
         self.rank, self.ranks = ranks.here()
         self._offloaded: Offloaded | None = None
+        self._rooms = KeptRooms()
         self._saver = SavingThread()
         self._stage = HostStage()
         # Checkpoints are written while training continues, so their collectives need their own group.
@@ -239,7 +241,7 @@ class ModuleEngine(ABC):
         if self._offloaded is None:  # a checkpoint that is being written has its own copy
             self._forget_gradients()
             file = None if folder is None else Path(folder) / f"rank-{self.rank:05d}.offload"
-            self._offloaded = Offloaded(self._memory(), file)
+            self._offloaded = Offloaded(self._memory(), file, self._rooms)
 
     def reload(self) -> None:
         if self._offloaded is not None:

@@ -6,16 +6,16 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from rlmesh.rl.engines.training import ranks
 from rlmesh.rl.engines.training.activation_checkpointing import checkpoint_activations
 from rlmesh.rl.engines.training.torch_engine import TorchEngine
 
 
 class DDPEngine(TorchEngine):
-    """torch's DistributedDataParallel; without a process group, the module alone.
+    """torch's DistributedDataParallel; the module alone if there is one rank.
 
     With precision "bfloat16" the weights stay float32 and forward passes run under autocast.
     """
@@ -26,7 +26,7 @@ class DDPEngine(TorchEngine):
         return self._distributed(model)
 
     def _distributed(self, model: nn.Module) -> nn.Module:
-        if not dist.is_initialized():
+        if not ranks.several():
             return model
         return DistributedDataParallel(model, gradient_as_bucket_view=True)
 

@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from rlmesh.rl.engines.host_memory import KeptRooms
+
 log = logging.getLogger(__name__)
 
 
@@ -49,9 +51,10 @@ class Offloaded:
     Args:
         tensors: all tensors that use the memory; several may share it.
         file: the file for the bytes; None: host memory, pinned if the device is a GPU.
+        rooms: where the bytes of a GPU go without a file; keep it for the next time, which then takes no new memory.
     """
 
-    def __init__(self, tensors: Iterable[Tensor], file: Path | None) -> None:
+    def __init__(self, tensors: Iterable[Tensor], file: Path | None, rooms: KeptRooms | None = None) -> None:
         storages = {}
         for tensor in tensors:
             storage = _local(tensor).untyped_storage()
@@ -66,7 +69,7 @@ class Offloaded:
         self._file = file
         self._copies: list[Tensor] = []
         if file is None:
-            self._copies = [_on_host(_bytes_of(storage)) for storage in self._storages]
+            self._copies = _on_host(self._storages, rooms or KeptRooms())
         else:
             _write(file, self._storages)
         for storage in self._storages:
@@ -117,11 +120,13 @@ def _bytes_of(storage: torch.UntypedStorage) -> Tensor:
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
-def _on_host(bytes_: Tensor) -> Tensor:
-    if not bytes_.is_cuda:
-        return bytes_.clone()
-    copy = torch.empty(bytes_.shape, dtype=torch.uint8, pin_memory=True)
-    return copy.copy_(bytes_)
+def _on_host(storages: list[torch.UntypedStorage], rooms: KeptRooms) -> list[Tensor]:
+    on_gpu = rooms.of([storage for storage in storages if storage.device.type == "cuda"])
+    free = iter(on_gpu)
+    return [
+        next(free).copy_(_bytes_of(storage)) if storage.device.type == "cuda" else _bytes_of(storage).clone()
+        for storage in storages
+    ]
 
 
 def _write(file: Path, storages: Iterable[torch.UntypedStorage]) -> None:
@@ -133,7 +138,7 @@ def _write(file: Path, storages: Iterable[torch.UntypedStorage]) -> None:
         with open(file, "xb", opener=lambda path, flags: os.open(path, flags | os.O_NOFOLLOW, 0o600)) as stream:
             for storage in storages:
                 # A copy, since torch cannot free memory that NumPy has referred to.
-                _on_host(_bytes_of(storage)).numpy().tofile(stream)
+                _bytes_of(storage).to("cpu", copy=True).numpy().tofile(stream)
             stream.flush()
             os.fsync(stream.fileno())
     except BaseException:

@@ -1,4 +1,7 @@
-"""The ranks of an engine's role, and reductions over them. A process without a process group counts as one rank."""
+"""The ranks of an engine's role, and reductions over them. A process without a process group counts as one rank.
+
+One rank alone asks nothing of its process group: at its first collective on a GPU, NCCL would take half a GiB there.
+"""
 
 from __future__ import annotations
 
@@ -14,9 +17,14 @@ def here() -> tuple[int, int]:
     return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
 
 
+def several() -> bool:
+    """True if there is more than one rank."""
+    return dist.is_initialized() and dist.get_world_size() > 1
+
+
 def summed(values: Tensor) -> Tensor:
     """The sum over all ranks, on every rank; ``values`` itself is changed."""
-    if dist.is_initialized():
+    if several():
         dist.all_reduce(values)
     return values
 
@@ -33,7 +41,7 @@ def largest(value: int, group: dist.ProcessGroup | None) -> int:
 
 def from_first(value: Any, group: dist.ProcessGroup | None = None) -> Any:
     """Broadcast rank 0's value to all ranks."""
-    if not dist.is_initialized():
+    if not several():
         return value
     held = [value]
     dist.broadcast_object_list(held, src=0, group=group, device=torch.device("cpu") if group is not None else None)
@@ -50,8 +58,9 @@ def gathered(value: Any, group: dist.ProcessGroup | None) -> list[Any]:
 
 
 def side_group() -> dist.ProcessGroup | None:
-    """Make a process group of all ranks on the CPU, whose collectives may run beside those of training. Collective."""
-    return dist.new_group(backend="gloo") if dist.is_initialized() else None
+    """Make a process group of all ranks on the CPU, whose collectives may run beside those of training; None for one
+    rank. Collective."""
+    return dist.new_group(backend="gloo") if several() else None
 
 
 def end_group(group: dist.ProcessGroup | None) -> None:

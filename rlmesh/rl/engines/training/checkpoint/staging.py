@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-from torch.distributed._state_dict_utils import _copy_state_dict, _create_cpu_state_dict
+from torch import Tensor
+from torch.distributed._state_dict_utils import _copy_state_dict
 from torch.distributed.checkpoint.staging import AsyncStager
+from torch.distributed.tensor import DTensor
+
+from rlmesh.rl.engines.host_memory import empty_on_host
 
 __all__ = ["Copied", "HostStage"]
 
@@ -25,7 +28,7 @@ class HostStage(AsyncStager):
 
     def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         if self._buffers is None:
-            self._buffers = _create_cpu_state_dict(state_dict, pin_memory=torch.cuda.is_available())
+            self._buffers = _empty_state(state_dict)
         copied: dict[str, Any] = _copy_state_dict(state_dict, self._buffers)
         return copied
 
@@ -34,6 +37,31 @@ class HostStage(AsyncStager):
 
     def close(self) -> None:
         self._buffers = None
+
+
+def _empty_state(state: dict[str, Any]) -> dict[str, Any]:
+    """A state of the same structure, whose tensors are new ones in host memory."""
+    found: list[Tensor] = []
+
+    def collect(value: Any) -> None:
+        if isinstance(value, dict):
+            for each in value.values():
+                collect(each)
+        elif isinstance(value, Tensor):
+            found.append(value._local_tensor if isinstance(value, DTensor) else value)
+
+    collect(state)
+    made = iter(empty_on_host(found))
+
+    def rebuild(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: rebuild(each) for key, each in value.items()}
+        if isinstance(value, DTensor):
+            return DTensor(next(made), value._spec, requires_grad=False)
+        return next(made) if isinstance(value, Tensor) else value
+
+    rebuilt: dict[str, Any] = rebuild(state)
+    return rebuilt
 
 
 class Copied(AsyncStager):
