@@ -32,7 +32,7 @@ def summed(values: Tensor) -> Tensor:
 def largest(value: int, group: dist.ProcessGroup | None) -> int:
     """The largest of all ranks' numbers, on every rank; ``group`` comes from `side_group`, whose collectives run on the
     CPU."""
-    if group is None:
+    if group is None or not several():
         return value
     found = torch.tensor(value)
     dist.all_reduce(found, dist.ReduceOp.MAX, group=group)
@@ -50,7 +50,7 @@ def from_first(value: Any, group: dist.ProcessGroup | None = None) -> Any:
 
 def gathered(value: Any, group: dist.ProcessGroup | None) -> list[Any]:
     """The values of all ranks, on every rank; ``group`` comes from `side_group`."""
-    if group is None:
+    if group is None or not several():
         return [value]
     found: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(found, value, group=group)
@@ -58,9 +58,8 @@ def gathered(value: Any, group: dist.ProcessGroup | None) -> list[Any]:
 
 
 def side_group() -> dist.ProcessGroup | None:
-    """Make a process group of all ranks on the CPU, whose collectives may run beside those of training; None for one
-    rank. Collective."""
-    return dist.new_group(backend="gloo") if several() else None
+    """Make a process group of all ranks on the CPU, whose collectives may run beside those of training. Collective."""
+    return dist.new_group(backend="gloo") if dist.is_initialized() else None
 
 
 def end_group(group: dist.ProcessGroup | None) -> None:
