@@ -169,6 +169,7 @@ class Seen:
         busy: share of its time that each process computes.
         tokens: response tokens per step.
         staleness: mean number of versions between sampling and training.
+        parts: every metric of the trainer that is in seconds.
     """
 
     step_s: float
@@ -176,6 +177,7 @@ class Seen:
     busy: dict[str, float]
     tokens: float
     staleness: float
+    parts: dict[str, float]
 
     def actor_s(self) -> float:
         """Seconds of a step in which the actor computes."""
@@ -214,6 +216,7 @@ def measure(base: Path, run: GpuPipeline) -> Seen:
     return Seen(
         (end - begin) / count, mean("buffer/trainer_wait_s"), busy,
         mean("response_tokens") * run.batch_size * run.algorithm.samples, mean("buffer/staleness_mean"),
+        {name: mean(name) for name in used[-1]["metrics"] if name.endswith("_s")},
     )  # fmt: skip
 
 
@@ -275,6 +278,8 @@ def main() -> None:
             idle = ", ".join(f"{who} {1 - share:.0%}" for who, share in seen.busy.items())
             print(f"{name:14}{seen.step_s:>9.2f}{seen.tokens / seen.step_s:>10.0f}{seen.sampling_s:>22.2f}"
                   f"{seen.staleness:>11.2f}  {idle}", flush=True)  # fmt: skip
+        for name, seen in found.items():
+            print(f"{name}, s: " + ", ".join(f"{part} {seconds:.3f}" for part, seconds in sorted(seen.parts.items())))
         sync = found["separated"]
         s, t = sync.sampling_s, sync.step_s - sync.sampling_s
         most = (s + t) / max(s, t)
