@@ -233,6 +233,14 @@ def test_nvml_orders_are_turned_into_that_of_the_bus() -> None:
     assert four_gpus.gpus.opened == 0
 
 
+def test_gpus_that_another_can_read() -> None:
+    pair = [FakeGpu("GPU-a", "1", links=(("GPU-b", 2),)), FakeGpu("GPU-b", "2", links=(("GPU-a", 2),))]
+    fake = FakeNvml([*pair, FakeGpu("GPU-c", "3")])
+    assert [Nvml(fake).reached_by(f"GPU-{c}") for c in "abcx"] == [("GPU-b",), ("GPU-a",), (), ()]
+    with pytest.raises(NvmlFailed, match="NVML"):
+        Nvml(FakeNvml([], broken=9)).reached_by("GPU-a")
+
+
 def test_nvlinks_between_gpus_are_read() -> None:
     pair = [
         FakeGpu("GPU-a", "1", links=(("GPU-b", 4),)),

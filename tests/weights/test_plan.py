@@ -24,11 +24,11 @@ SPECS = Manifest(
 
 
 def member(
-    name: str, node: str = "a", device: str = "", *, peers: tuple[str, ...] = (), ipc: bool = True
-) -> Participant:
-    location = DeviceLocation(
-        node, f"shm-{node}", device, peers, bool(device) and ipc, "" if ipc else "expandable segments"
-    )
+    name: str, node: str = "a", device: str = "", *, peers: tuple[str, ...] = (), ipc: bool = True,
+    hidden: tuple[str, ...] = (), shm: str = "",
+) -> Participant:  # fmt: skip
+    why_not = "" if ipc else "expandable segments"
+    location = DeviceLocation(node, shm or f"shm-{node}", device, peers, bool(device) and ipc, why_not, hidden)
     return Participant(name, 0, location, SPECS)
 
 
@@ -71,6 +71,17 @@ def test_gpus_take_the_rank_that_is_nearest() -> None:
     assert routes(sources, sinks) == [("cuda_ipc", "A:1", ("R:0",)), ("cuda_ipc", "A:0", ("R:1",))]
     far = [member("R:0", "b", device="gpu-9")]
     assert routes(sources, far) == [("collective", "A:0", ("R:0",))]
+
+
+def test_a_gpu_that_a_mask_hides_is_read_where_processes_share_memory() -> None:
+    source = member("A:0", device="gpu-0")
+    sink = member("R:0", device="gpu-1", hidden=("gpu-0", "gpu-2"))
+    plan = make_plan([source], [sink], SyncOptions())
+    assert [(route.channel, route.why) for route in plan.routes] == [("cuda_ipc", "peer GPUs of one node")]
+    apart = member("R:0", device="gpu-1", hidden=("gpu-0",), shm="of another container")
+    assert routes([source], [apart])[0][0] == "collective"
+    unreached = member("R:0", device="gpu-1", hidden=("gpu-2",))
+    assert routes([source], [unreached])[0][0] == "shm"
 
 
 def test_a_route_says_why_for_each_sink() -> None:

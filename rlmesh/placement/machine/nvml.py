@@ -14,6 +14,8 @@ from rlmesh.placement.machine.gpu_health import DeviceEvent
 from rlmesh.placement.machine.masks import GpuFacts, SliceFacts
 
 T = TypeVar("T")
+P2P_READ, P2P_OK = 0, 0
+"""NVML's numbers; some versions of pynvml have a tuple in place of the first."""
 
 
 class NvmlFailed(Exception):
@@ -74,6 +76,24 @@ class Nvml:
             handles = [handle for i in range(count) if (handle := self._handle(i)) is not None]
             uuids = {i: _text(uuid) for i, h in enumerate(handles) if (uuid := self._ask(lib.nvmlDeviceGetUUID, h))}
             return tuple(self._gpu(i, handles, uuids) for i in uuids)
+
+    def reached_by(self, uuid: str) -> tuple[str, ...]:
+        """The UUIDs of the other GPUs whose memory this GPU can read, as NVML's peer-to-peer status says.
+
+        Raises:
+            NvmlFailed: NVML does not work.
+        """
+        with self.opened() as lib:
+            reader = self._ask(lib.nvmlDeviceGetHandleByUUID, uuid)
+            if reader is None:
+                return ()
+            found = []
+            for i in range(self._ask(lib.nvmlDeviceGetCount) or 0):
+                other = self._handle(i)
+                name = _text(self._ask(lib.nvmlDeviceGetUUID, other) or "") if other is not None else ""
+                if name and name != uuid and self._ask(lib.nvmlDeviceGetP2PStatus, reader, other, P2P_READ) == P2P_OK:
+                    found.append(name)
+            return tuple(found)
 
     def _handle(self, index: int) -> Any:
         return self._ask(self._lib.nvmlDeviceGetHandleByIndex, index)

@@ -279,7 +279,8 @@ class CudaIpcReceiver(ChannelReceiver):
         import torch
 
         self._sink, self._clock, self._wait = sink, clock, wait
-        self._opened = OpenedAllocations(torch.cuda.current_device())
+        self._index = torch.cuda.current_device()
+        self._opened = OpenedAllocations(self._index)
         self._used: set[int] = set()
         self._known: dict[int, _OpenedBucket] = {}
         self._all_used = False
@@ -307,7 +308,7 @@ class CudaIpcReceiver(ChannelReceiver):
         from rlmesh.memory.cuda import bytes_at, open_event
 
         try:
-            device = f"cuda:{index_of(uuid)}"
+            device = self._device_of(uuid)
             here = process == this_process()
             bases = [0 if here or not handle else self._opened.address(handle) for handle in handles]
 
@@ -322,13 +323,21 @@ class CudaIpcReceiver(ChannelReceiver):
                 source = pid if lives(pid) else 0
                 ready = _events[handle] if here else open_event(device, handle)
                 sums = bytes_at(address_of(place), 8 * count, device, self)
-        except (LookupError, Unshareable, DeviceUnreachable) as error:
+        except (Unshareable, DeviceUnreachable) as error:
             raise ChannelBroken(f"{self._sink} cannot open the source's memory: {error}", self._sink) from error
         pieces = AddressedTensors(
             (bytes_at(address, size, device, self) for address, size in zip(addresses, bucket.sizes, strict=True)),
             addresses,
         )
         return _OpenedBucket(serial, frozenset(handle for handle in handles if handle), pieces, ready, source, sums)
+
+    def _device_of(self, uuid: str) -> str:
+        """The device of opened memory. If a mask hides the memory's GPU, it is the device that opened it: this is how
+        CUDA shows such memory, and how kernels and copies reach it."""
+        try:
+            return f"cuda:{index_of(uuid)}"
+        except LookupError:
+            return f"cuda:{self._index}"
 
     def ready(self) -> None:
         taken = self._taken

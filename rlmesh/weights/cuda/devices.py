@@ -13,6 +13,7 @@ more times. Triton's kernels are tested on known data once per process before th
 from __future__ import annotations
 
 import logging
+from collections.abc import Collection
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -27,9 +28,9 @@ MASK = (1 << 64) - 1
 COLUMNS = 4096
 
 
-def describe_device(device: str) -> tuple[str, tuple[str, ...], str]:
-    """A GPU's UUID, the UUIDs of the visible GPUs that it can reach, and the reason why its memory cannot be shared
-    with other processes (empty: it can)."""
+def describe_device(device: str) -> tuple[str, tuple[str, ...], tuple[str, ...], str]:
+    """A GPU's UUID, the UUIDs of the visible and of the hidden GPUs that it can reach, and the reason why its memory
+    cannot be shared with other processes (empty: it can)."""
     import torch
 
     index = torch.device(device).index or 0
@@ -39,7 +40,18 @@ def describe_device(device: str) -> tuple[str, tuple[str, ...], str]:
     )
     from rlmesh.weights.cuda.memory import why_not_shared
 
-    return uuids[index], reachable, why_not_shared()
+    return uuids[index], reachable, _hidden_peers(uuids[index], uuids), why_not_shared()
+
+
+def _hidden_peers(uuid: str, visible: Collection[str]) -> tuple[str, ...]:
+    """The GPUs that a mask hides from this process (CUDA_VISIBLE_DEVICES), and whose memory this GPU can read."""
+    from rlmesh.placement.machine.nvml import Nvml, NvmlFailed, library
+
+    try:
+        return tuple(each for each in Nvml(library()).reached_by(uuid) if each not in visible)
+    except NvmlFailed as error:
+        logger.debug("which hidden GPUs can be reached is not known: %s", error)
+        return ()
 
 
 @cache

@@ -25,8 +25,8 @@ def location_of(device: str, node: str | None = None) -> DeviceLocation:
     if device.startswith("cuda"):
         from rlmesh.weights.cuda.devices import describe_device
 
-        uuid, peers, why_not = describe_device(device)
-        return DeviceLocation(here, shm, uuid, peers, not why_not, why_not)
+        uuid, peers, hidden, why_not = describe_device(device)
+        return DeviceLocation(here, shm, uuid, peers, not why_not, why_not, hidden)
     return DeviceLocation(here, shm)
 
 

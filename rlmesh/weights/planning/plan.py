@@ -33,7 +33,9 @@ class DeviceLocation:
         node: equal for members of one node.
         shm: equal for members that can share memory.
         device: UUID of the GPU that holds the weights; empty on a CPU.
-        peers: UUIDs of the GPUs that this GPU can reach.
+        peers: UUIDs of the GPUs that this process sees and this GPU can reach.
+        hidden_peers: UUIDs of the GPUs that this GPU can reach, and a mask hides from this process. Their memory can be
+            opened all the same, if both processes have the same IPC namespace.
         cuda_ipc: other processes can open this GPU's memory; else ``why_no_ipc`` is the reason.
     """
 
@@ -43,6 +45,12 @@ class DeviceLocation:
     peers: tuple[str, ...] = ()
     cuda_ipc: bool = False
     why_no_ipc: str = ""
+    hidden_peers: tuple[str, ...] = ()
+
+    def reaches(self, other: DeviceLocation) -> bool:
+        """True if this GPU can read the memory of the other's process on another GPU of the node."""
+        # Containers with IPC namespaces of their own have a /dev/shm of their own, too.
+        return other.device in self.peers or (other.device in self.hidden_peers and other.shm == self.shm)
 
 
 @dataclass(frozen=True, slots=True)
@@ -314,7 +322,7 @@ def _nearest(sources: Sequence[Participant], sink: Participant, channel: Channel
         same = next((s for s in on_gpu if s.location.device == location.device), None)
         if same is not None:
             return same, "same GPU"
-        peer = next((s for s in on_gpu if s.location.device in location.peers), None)
+        peer = next((s for s in on_gpu if location.reaches(s.location)), None)
         return peer, "peer GPUs of one node" if peer else "their GPUs cannot reach each other"
     near = next((s for s in sources if s.location.node == location.node), sources[0])
     return near, "same node" if near.location.node == location.node else "other nodes"
