@@ -28,7 +28,7 @@ from rlmesh.envs.multi_agent.policies import (
 )
 from rlmesh.envs.multi_agent.rows import PolicyRows
 from rlmesh.envs.multi_agent.vector import MultiAgentVector
-from rlmesh.envs.runners.base import DEFAULT_POLICY, RunnerBase, require_one
+from rlmesh.envs.runners.base import DEFAULT_POLICY, RunnerBase, require_one, warn_of_other_environments
 from rlmesh.envs.runners.env_runner import CONNECTORS
 from rlmesh.envs.runners.episode_stats import EpisodeStats
 from rlmesh.errors import UsageError
@@ -231,10 +231,14 @@ class MultiAgentEnvRunner(RunnerBase):
         from rlmesh.envs.environments.pickling import EnvironmentPickler
 
         rngs = {name: policy.rng.bit_generator.state for name, policy in self.policy_map.items()}
-        state = {"rngs": rngs, "counters": self._book.counters(), "starts": list(self._vector.starts)}
+        begun = self._vector.begun
+        state = {
+            "rngs": rngs, "counters": self._book.counters(), "starts": list(self._vector.starts), "begun": begun,
+            "must_reset": self._must_reset,
+        }  # fmt: skip
         if self.connectors:
             state["connectors"] = self.connectors.state()
-        if self._must_reset:
+        if not begun:
             return state
         try:
             state["envs"] = (pickle_with or EnvironmentPickler())(self._vector.envs)
@@ -256,11 +260,14 @@ class MultiAgentEnvRunner(RunnerBase):
         if "connectors" in state:
             self.connectors.set_state(state["connectors"])
         self._stats = EpisodeStats()
-        self._must_reset = "envs" not in state or len(state["starts"]) != self.num_envs
-        self._book.running = [None] * self.num_envs
-        if self._must_reset:  # with other seeds than those of the beginning
-            self._vector.begin_again([start + 1 for start in state["starts"]])
+        self._must_reset, self._book.running = True, [None] * self.num_envs
+        if "envs" not in state or len(state["starts"]) != self.num_envs:
+            if "envs" in state:
+                warn_of_other_environments(len(state["starts"]), self.num_envs)
+            later = int(state.get("begun", True))  # other seeds than those of episodes that were played already
+            self._vector.begin_again([start + later for start in state["starts"]])
             return
+        self._must_reset = state.get("must_reset", False)
         self._vector.close()
         self._vector.put(envs, state["starts"])
         self._book.set_state(state["book"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 from typing import Any, Self
 
@@ -13,7 +14,11 @@ from rlmesh.envs.modules.policy import Policy
 from rlmesh.envs.runners.episode_stats import EpisodeStats
 from rlmesh.errors import UsageError
 
-__all__ = ["DEFAULT_POLICY", "POLICY_PLACE", "RunnerBase", "is_count", "require_one"]
+__all__ = [
+    "DEFAULT_POLICY", "POLICY_PLACE", "RunnerBase", "is_count", "require_one", "warn_of_other_environments",
+]  # fmt: skip
+
+logger = logging.getLogger(__name__)
 
 DEFAULT_POLICY = "default_policy"
 POLICY_PLACE = 0xFFFF
@@ -116,6 +121,11 @@ def require_one(policy: Policy, observations: Mapping[Any, Any]) -> None:
     """Raise `UsageError` if a policy with memory is to act for several observations, whose states nobody has."""
     if policy.is_recurrent() and len(observations) != 1:
         raise UsageError("a policy with memory acts for one observation at a time: call compute_single_action")
+
+
+def warn_of_other_environments(saved: int, here: int) -> None:
+    """Say that a runner does not go on with the episodes of a state, which has another number of environments."""
+    logger.warning("the state has %d environments, and this runner has %d: new episodes begin", saved, here)
 
 
 def is_count(value: Any) -> bool:
