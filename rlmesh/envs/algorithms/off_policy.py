@@ -202,7 +202,8 @@ class OffPolicy(Algorithm):
 
     def training_step(self) -> ResultDict:
         """Sample, add to the buffers, update, and send the weights to the runners."""
-        for batch in self.env_runner_group.sample_all(num_steps=self._steps):
+        batches = self.env_runner_group.sample_all(num_steps=self._steps)
+        for batch in batches:
             for name, part in batch.as_multi_agent().policy_batches.items():
                 if self.learner_group.trains(name, batch):
                     rows = {column: part[column] for column in self._stored[name]}
@@ -211,22 +212,23 @@ class OffPolicy(Algorithm):
             self._due += batch.env_steps() * self._updates_per_step
         starts = self.config["num_steps_sampled_before_learning_starts"]
         updates = 0
-        results: dict[str, Any] = {name: {"learner_stats": {}, "num_agent_steps_trained": 0} for name in self._trained}
+        trained = [name for name in self._filled if any(self.learner_group.trains(name, each) for each in batches)]
+        results: dict[str, Any] = {name: {"learner_stats": {}, "num_agent_steps_trained": 0} for name in trained}
         if self.env_steps_sampled >= max(starts, 1):
             updates, self._due = int(self._due), self._due % 1.0
-            for name in self._trained:
+            for name in trained:
                 results[name]["learner_stats"] = self._updated(name, updates)
                 results[name]["num_agent_steps_trained"] = updates * self.config["train_batch_size"]
         else:
             self._due = 0.0
         self._prepare_exploration()
         self.env_runner_group.sync_weights()
-        trained = sum(each["num_agent_steps_trained"] for each in results.values())
-        self.count_trained(updates * self.config["train_batch_size"], trained)
+        agent_steps = sum(each["num_agent_steps_trained"] for each in results.values())
+        self.count_trained(updates * self.config["train_batch_size"], agent_steps)
         return ResultDict(results)
 
     @property
-    def _trained(self) -> list[str]:
+    def _filled(self) -> list[str]:
         """The policies that have a buffer."""
         return list(self.replay.buffers) if isinstance(self.replay, MultiAgentReplayBuffer) else [DEFAULT_POLICY]
 
