@@ -28,7 +28,13 @@ from rlmesh.envs.multi_agent.policies import (
 )
 from rlmesh.envs.multi_agent.rows import PolicyRows
 from rlmesh.envs.multi_agent.vector import MultiAgentVector
-from rlmesh.envs.runners.base import DEFAULT_POLICY, RunnerBase, require_one, warn_of_other_environments
+from rlmesh.envs.runners.base import (
+    DEFAULT_POLICY,
+    LongEpisodes,
+    RunnerBase,
+    require_one,
+    warn_of_other_environments,
+)
 from rlmesh.envs.runners.env_runner import CONNECTORS
 from rlmesh.envs.runners.episode_stats import EpisodeStats
 from rlmesh.errors import UsageError
@@ -282,6 +288,7 @@ class MultiAgentEnvRunner(RunnerBase):
     def _collect(self, steps: int | None, share: list[int]) -> MultiAgentBatch:
         """Step all environments ``steps`` times, or, without that number, until each has played its share."""
         book, vector, stats = self._book, self._vector, EpisodeStats()
+        long = LongEpisodes(self.worker_index)
         if self._must_reset:
             self._begin_all()
         self._must_reset = True  # if a step raises, no half-known state goes on
@@ -289,6 +296,7 @@ class MultiAgentEnvRunner(RunnerBase):
             time = 0
             while time < steps if steps is not None else any(share):
                 active = [i for i in range(self.num_envs) if steps is not None or share[i]]
+                known = len(stats)
                 book.act(active, explore=self.explore)
                 vector.begin_steps({i: book.actions(i) for i in active})
                 for i in active:
@@ -300,6 +308,8 @@ class MultiAgentEnvRunner(RunnerBase):
                     if book.running[i] is None:
                         book.begin(i, vector.reset(i)[0])
                 time += 1
+                if steps is None:
+                    long.after(1, ended=len(stats) > known)
             batch = book.take(stats.env_steps, new_obs=self._new_obs)
         except BaseException:
             book.running = [None] * self.num_envs

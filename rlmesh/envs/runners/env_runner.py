@@ -17,7 +17,13 @@ from rlmesh.envs.environments.local_vector import LocalVector
 from rlmesh.envs.environments.registry import EnvCreator, did_you_mean, env_creator_of
 from rlmesh.envs.modules.policy import Policy, States
 from rlmesh.envs.multi_agent.pettingzoo_env import multi_agent_env_of
-from rlmesh.envs.runners.base import DEFAULT_POLICY, RunnerBase, require_one, warn_of_other_environments
+from rlmesh.envs.runners.base import (
+    DEFAULT_POLICY,
+    LongEpisodes,
+    RunnerBase,
+    require_one,
+    warn_of_other_environments,
+)
 from rlmesh.envs.runners.buffers import ArrayPool
 from rlmesh.envs.runners.episode_stats import EpisodeStats
 from rlmesh.envs.runners.fragments import Fragment
@@ -402,8 +408,10 @@ class EnvRunner(RunnerBase):
         share[: wanted % self.num_envs] += 1
         stats, self._stats = self._stats, EpisodeStats()
         parts: list[SampleBatch] = []
+        long = LongEpisodes(self.worker_index)
         while (share > 0).any():
             fragment = self._collect(EPISODE_CHUNK)
+            long.after(EPISODE_CHUNK, ended=bool(fragment.ended))
             lasts = np.where(share > 0, EPISODE_CHUNK, 0)
             for i, time, _ in fragment.ended:
                 if share[i] > 0:

@@ -144,6 +144,18 @@ def test_a_policy_that_a_function_stops_training_is_not_updated_from_replay() ->
         assert algorithm.get_policy("second").learner.updates == updates["second"]
 
 
+def test_replay_needs_policies_with_modules() -> None:
+    class Learns(Always):
+        def learn_on_batch(self, batch: Any) -> dict[str, Any]:
+            return {}
+
+    policies = {"first": PolicySpec(), "second": PolicySpec(Learns)}
+    for to_train in (None, lambda policy_id, batch: True):
+        config = convoy(DQNConfig()).multi_agent(policies=policies, policies_to_train=to_train)
+        with pytest.raises(UsageError, match="the policy 'second' is a Learns: leave it out"):
+            config.build().train()
+
+
 def test_policies_of_fixed_rules_and_settings_by_policy() -> None:
     policies: dict[str, Any] = {
         "learner": PolicySpec(config={"lr": 0.5, "model_config": {"fcnet_hiddens": (8,)}}),
