@@ -93,13 +93,13 @@ class ObservationRows:
             )
         if self._below is not None:
             self._check_limits(observation)
-        row = whole_numbers(observation, self.dtype)
-        if row is None:
+        found = whole_numbers(observation, self.dtype)
+        if found is None:
             raise UsageError(
                 f"an observation has numbers that do not fit {self.dtype}, the type of its space: the environment "
                 "returns something that its observation_space does not contain"
             )
-        out[index] = row
+        out[index] = found
 
     def _check_limits(self, observation: np.ndarray) -> None:
         if not ((observation >= self._least) & (observation < self._below)).all():
