@@ -142,8 +142,8 @@ class LongEpisodes:
         if self._steps >= self.LONG and not self._warned:
             self._warned = True
             logger.warning(
-                "runner %d plays whole episodes, and no environment has ended one for %d steps. If they never end, this "
-                "call does not: give the environment a time limit, such as gymnasium.wrappers.TimeLimit",
+                "runner %d plays whole episodes, and no environment has ended one for %d steps. If they never end, "
+                "neither does this call: give the environment a time limit, such as gymnasium.wrappers.TimeLimit",
                 self._index, self._steps,
             )  # fmt: skip
 
