@@ -76,9 +76,11 @@ def _refused(what: str) -> UsageError:
 
 
 def whole_numbers(array: np.ndarray, dtype: np.dtype[Any]) -> np.ndarray | None:
-    """The array in the type of its space; None if whole numbers do not fit it, which NumPy would change silently."""
+    """The array, in the type of its space if that has whole numbers; None if these do not fit, which NumPy wraps."""
+    if dtype.kind not in "iu":
+        return array
     found = array.astype(dtype)
-    return found if dtype.kind not in "iu" or np.array_equal(found, array) else None
+    return found if np.array_equal(found, array) else None
 
 
 def _numbers(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Writer:
