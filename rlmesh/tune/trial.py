@@ -141,7 +141,10 @@ def numbers_of(metrics: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[s
     for name, value in metrics.items():
         if isinstance(value, Mapping):
             yield from numbers_of(value, f"{prefix}{name}/")
-        elif isinstance(value, int | float):
+            continue
+        if not isinstance(value, int | float) and getattr(value, "ndim", None) == 0 and hasattr(value, "item"):
+            value = value.item()  # of NumPy or torch
+        if isinstance(value, int | float):
             yield f"{prefix}{name}", value
 
 

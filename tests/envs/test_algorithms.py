@@ -146,6 +146,15 @@ def test_each_row_is_used_once_per_epoch_in_minibatches_of_like_sizes(rows: int)
         assert sorted(row for part in parts for row in part) == list(range(rows))
 
 
+def test_a_learner_leaves_torchs_own_generator_alone_and_takes_seed_0() -> None:
+    module = small().build().get_module()
+    before = torch.get_rng_state()
+    Learner(module, {})
+    assert torch.equal(torch.get_rng_state(), before)
+    one, other = Learner(module, {"seed": 0}), Learner(module, {"seed": 0})
+    assert torch.equal(one.generator.get_state(), other.generator.get_state())
+
+
 def test_a_batch_without_the_columns_of_the_loss_is_refused() -> None:
     with small().build() as algorithm:
         batch = algorithm.env_runner.sample(8)

@@ -356,6 +356,21 @@ def test_final_observations_that_the_reset_overwrites_are_refused() -> None:
         assert batch["new_obs"][:3, 1].tolist() == [1, 2, 3]
 
 
+@pytest.mark.parametrize("mode", MODES, ids=str)
+def test_infos_are_those_of_the_step_and_not_of_the_reset_after_it(mode: AutoresetMode | None) -> None:
+    class Tells(Count):
+        def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[np.ndarray, dict[str, Any]]:
+            return super().reset(seed=seed)[0], {"at": -1.0, "of_reset": True}
+
+        def step(self, action: Any) -> tuple[np.ndarray, float, bool, bool, dict[str, Any]]:
+            *results, _ = super().step(action)
+            return *results, {"at": float(self.at)}  # type: ignore[return-value]
+
+    batch = runner_of(mode, Tells, 2, infos=True).sample(40)
+    assert [info["at"] for info in batch["infos"]] == batch["rewards"].tolist()
+    assert not any("of_reset" in info for info in batch["infos"])
+
+
 def test_a_restored_vector_of_gymnasium_begins_other_episodes() -> None:
     def runner() -> EnvRunner:
         return EnvRunner("CartPole-v1", ModulePolicy, num_envs=2, seed=1, vectorize_mode="sync")

@@ -9,8 +9,10 @@ import gymnasium as gym
 import numpy as np
 import pytest
 
-from rlmesh.envs import EnvContext, EnvRunner, ModulePolicy, MultiAgentEnv, PPOConfig
+from rlmesh.envs import PPO, EnvContext, EnvRunner, ModulePolicy, MultiAgentEnv, PPOConfig, make_multi_agent
 from rlmesh.envs.environments.registry import env_creator_of
+from rlmesh.envs.runners.base import LongEpisodes
+from rlmesh.envs.runners.creation import make_runner
 from rlmesh.errors import UsageError
 
 from .environments import Count
@@ -148,3 +150,90 @@ def test_steps_of_several_agents_with_wrong_values_are_refused(config: Any, mess
     settings = settings.multi_agent(policies=["p"], policy_mapping_fn=lambda *_: "p")
     with settings.build() as algorithm, pytest.raises(UsageError, match=message):
         algorithm.train()
+
+
+class Endless(gym.Env[Any, Any]):
+    """Ends its episode after so many steps, or never."""
+
+    observation_space = gym.spaces.Box(-1, 1, (1,), np.float32)
+    action_space = gym.spaces.Discrete(2)
+
+    def __init__(self, config: Any = None) -> None:
+        self.length = (config or {}).get("length")
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
+        self.at = 0
+        return np.zeros(1, np.float32), {}
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        self.at += 1
+        return np.zeros(1, np.float32), 1.0, self.at == self.length, False, {}
+
+
+@pytest.mark.parametrize("agents", [False, True])
+def test_whole_episodes_that_do_not_end_are_told(
+    agents: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(LongEpisodes, "LONG", 300)
+    made: Any = make_runner(make_multi_agent(Endless) if agents else Endless, ModulePolicy, env_config={"length": 250})
+    made.sample(num_episodes=3)
+    assert not caplog.text
+    made = make_runner(make_multi_agent(Endless) if agents else Endless, ModulePolicy, env_config={"length": 900})
+    made.sample(num_episodes=2)
+    assert caplog.text.count("no environment has ended one for") == 1
+    assert "give the environment a time limit" in caplog.text
+
+
+@pytest.mark.parametrize("composed", [False, True])
+def test_whole_numbers_that_do_not_fit_the_type_of_their_space_are_refused(composed: bool) -> None:
+    class Small(Endless):
+        inner = gym.spaces.Box(-100, 100, (2,), np.int8)
+        observation_space = gym.spaces.Dict({"a": inner}) if composed else inner
+        value = 100
+
+        def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
+            super().reset()
+            row = np.array([self.value, -3])  # int64
+            return {"a": row} if composed else row, {}
+
+        def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+            return self.reset()[0], 1.0, False, False, {}
+
+    assert (EnvRunner(lambda c: Small(), ModulePolicy).sample(3)["obs"] == [100, -3]).all()
+    Small.value = 300
+    with pytest.raises(UsageError, match="numbers that do not fit int8"):
+        EnvRunner(lambda c: Small(), ModulePolicy).sample(3)
+
+
+def test_steps_before_an_error_are_counted() -> None:
+    class Fails(Endless):
+        steps = 0
+
+        def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+            Fails.steps += 1
+            observation, _, *rest = super().step(action)
+            return observation, float("nan") if Fails.steps == 70 else 1.0, *rest  # type: ignore[return-value]
+
+    config = PPOConfig().environment(Fails, env_config={"length": 10}).env_runners(num_envs=1)
+    config.training(train_batch_size=20, minibatch_size=10).reporting(min_env_steps_per_iteration=100)
+    with config.build() as algorithm:
+        with pytest.raises(FloatingPointError):
+            algorithm.train()
+        result = algorithm.train()
+    assert result["num_env_steps_sampled_lifetime"] == 160 == result["info"]["num_env_steps_trained"]
+    assert result["env_runners"]["num_episodes_lifetime"] == 16
+
+
+def test_a_setup_that_fails_leaves_no_runners() -> None:
+    stopped = []
+
+    class Own(PPO):
+        def setup(self, config: Any) -> None:
+            super().setup(config)
+            stop = self.env_runner_group.stop
+            self.env_runner_group.stop = lambda: stopped.append(stop())  # type: ignore[method-assign]
+            raise RuntimeError("of the subclass")
+
+    with pytest.raises(RuntimeError, match="of the subclass"):
+        Own({"env": "CartPole-v1"})
+    assert len(stopped) == 1

@@ -11,11 +11,13 @@ import threading
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 from rlmesh import tune
 from rlmesh.cli.main import main
-from rlmesh.envs import PPO, Algorithm, DQNConfig, PGConfig, PPOConfig
+from rlmesh.envs import PG, PPO, Algorithm, DQNConfig, PGConfig, PPOConfig, ResultDict
 from rlmesh.errors import UsageError
 
 SMALL: dict[str, Any] = {"env": "CartPole-v1", "train_batch_size": 64, "minibatch_size": 64, "num_epochs": 1, "seed": 0}
@@ -43,6 +45,22 @@ def test_a_trial_ends_at_its_criterion(tmp_path: Path, capsys: pytest.CaptureFix
 def test_a_nested_metric_ends_a_trial() -> None:
     trial = tune.run("PG", config={"env": "CartPole-v1"}, stop={"env_runners/episode_return_mean": 30}, verbose=0)
     assert trial.last_result["env_runners"]["episode_return_mean"] >= 30
+
+
+def test_metrics_may_be_numbers_of_numpy_or_torch(tmp_path: Path) -> None:
+    class Measures(PG):
+        def training_step(self) -> ResultDict:
+            super().training_step()
+            count = self.iteration + 1
+            return ResultDict(one=np.float32(count / 2), two=np.int64(count), three=torch.tensor(3.0))
+
+    config = {"env": "CartPole-v1", "train_batch_size": 20}
+    stop = {"learners/one": 1}
+    trial = tune.run(Measures, config=config, stop=stop, metric="learners/two", storage_path=tmp_path, verbose=0)
+    assert trial.last_result["training_iteration"] == 2
+    row = json.loads((tmp_path / "results.jsonl").read_text().splitlines()[-1])
+    assert [row[f"learners/{name}"] for name in ("one", "two", "three")] == [1.0, 2, 3.0]
+    assert trial.best_trial.history == [(1, 1), (2, 2)]
 
 
 def test_wrong_trials_are_refused() -> None:

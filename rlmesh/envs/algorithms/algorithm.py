@@ -51,7 +51,11 @@ class Algorithm:
         self.time_total_s = 0.0
         self.window = EpisodeWindow(config["metrics_num_episodes_for_smoothing"])
         self._evaluation: EnvRunnerGroup | None = None
-        self.setup(config)
+        try:
+            self.setup(config)
+        except BaseException:
+            Algorithm.stop(self)  # a subclass may have failed after the runners were started
+            raise
 
     @classmethod
     def get_default_config(cls) -> AlgorithmConfig:
@@ -123,12 +127,16 @@ class Algorithm:
 
         parts: list[EpisodeStats] = []
         steps = 0
-        while True:
-            learners = self.training_step()
-            parts.append(self.env_runner_group.take_stats())
-            steps += parts[-1].env_steps
-            if steps >= self.config["min_env_steps_per_iteration"]:
-                break
+        try:
+            while True:
+                learners = self.training_step()
+                parts.append(self.env_runner_group.take_stats())
+                steps += parts[-1].env_steps
+                if steps >= self.config["min_env_steps_per_iteration"]:
+                    break
+        except BaseException:  # the steps before it were sampled and learnt from
+            self.window.add(EpisodeStats.merged(parts))
+            raise
         stats = EpisodeStats.merged(parts)
         self.window.add(stats)
         self.iteration += 1

@@ -19,6 +19,7 @@ from rlmesh.envs.multi_agent.settings import counting_problems
 from rlmesh.envs.replay import MultiAgentReplayBuffer, PrioritizedReplayBuffer, ReplayBuffer, SequenceReplayBuffer
 from rlmesh.envs.runners.base import DEFAULT_POLICY
 from rlmesh.envs.settings.allowed import Allowed, faults_of, number, optional, whole
+from rlmesh.errors import UsageError
 
 if TYPE_CHECKING:
     from rlmesh.envs.modules.policy import Policy
@@ -149,6 +150,9 @@ class OffPolicy(Algorithm):
         given = {**BUFFER_KEYS, **config["replay_buffer_config"]}
         kind = BUFFERS[given["type"] or "ReplayBuffer"]
         several = isinstance(self.env_runner, MultiAgentEnvRunner)
+        for name in self.env_runner.policy_map if not callable(config["policies_to_train"]) else ():
+            if self.learner_group.trains(name):
+                self._require_learner(name)
         self._stored = {name: self._columns_of(name) for name in self.learners}
         options: dict[str, Any] = {}
         by_policy = {name: {"n_step": config["n_step"], "gamma": config["gamma"]} for name in self.learners}
@@ -202,31 +206,43 @@ class OffPolicy(Algorithm):
 
     def training_step(self) -> ResultDict:
         """Sample, add to the buffers, update, and send the weights to the runners."""
-        for batch in self.env_runner_group.sample_all(num_steps=self._steps):
+        batches = self.env_runner_group.sample_all(num_steps=self._steps)
+        for batch in batches:
             for name, part in batch.as_multi_agent().policy_batches.items():
                 if self.learner_group.trains(name, batch):
+                    self._require_learner(name)
                     rows = {column: part[column] for column in self._stored[name]}
                     self.replay.add({name: rows} if isinstance(self.replay, MultiAgentReplayBuffer) else rows)
             self.env_steps_sampled += batch.env_steps()
             self._due += batch.env_steps() * self._updates_per_step
         starts = self.config["num_steps_sampled_before_learning_starts"]
         updates = 0
-        results: dict[str, Any] = {name: {"learner_stats": {}, "num_agent_steps_trained": 0} for name in self._trained}
+        trained = [name for name in self._filled if any(self.learner_group.trains(name, each) for each in batches)]
+        results: dict[str, Any] = {name: {"learner_stats": {}, "num_agent_steps_trained": 0} for name in trained}
         if self.env_steps_sampled >= max(starts, 1):
             updates, self._due = int(self._due), self._due % 1.0
-            for name in self._trained:
+            for name in trained:
                 results[name]["learner_stats"] = self._updated(name, updates)
                 results[name]["num_agent_steps_trained"] = updates * self.config["train_batch_size"]
         else:
             self._due = 0.0
         self._prepare_exploration()
         self.env_runner_group.sync_weights()
-        trained = sum(each["num_agent_steps_trained"] for each in results.values())
-        self.count_trained(updates * self.config["train_batch_size"], trained)
+        agent_steps = sum(each["num_agent_steps_trained"] for each in results.values())
+        self.count_trained(updates * self.config["train_batch_size"], agent_steps)
         return ResultDict(results)
 
+    def _require_learner(self, name: str) -> None:
+        """Raise `UsageError` if a policy that shall learn has no learner of this algorithm."""
+        if name not in self.learners:
+            kind, own = type(self.env_runner.policy_map[name]).__name__, type(self).__name__
+            raise UsageError(
+                f"{own} trains policies with modules, by replayed steps, and the policy {name!r} is a {kind}: leave it "
+                "out of multi_agent(policies_to_train=[…])"
+            )
+
     @property
-    def _trained(self) -> list[str]:
+    def _filled(self) -> list[str]:
         """The policies that have a buffer."""
         return list(self.replay.buffers) if isinstance(self.replay, MultiAgentReplayBuffer) else [DEFAULT_POLICY]
 

@@ -37,6 +37,7 @@ class ObservationNormalizer(Connector):
 
         if not isinstance(space, spaces.Box):
             raise UsageError(f"ObservationNormalizer needs observations in a Box, not in {space}")
+        self._dtype = np.result_type(space.dtype, np.float32)  # float32 would round a mean such as 1.7e9 by tens
         self._shared, self._seen, self._all_seen = (RunningMoments(space.shape) for _ in range(3))
         self._use(self._shared)
         return spaces.Box(-self.clip, self.clip, space.shape, np.float32)
@@ -57,7 +58,7 @@ class ObservationNormalizer(Connector):
 
     def _use(self, moments: RunningMoments) -> None:
         """Compute the factors that normalise by these moments; without any rows, nothing changes."""
-        self._mean = moments.mean.astype(np.float32)
+        self._mean = moments.mean.astype(self._dtype)
         scale = 1 / np.sqrt(moments.variance + self.eps) if moments.count else np.ones(moments.mean.shape)
         self._scale = scale.astype(np.float32)
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from rlmesh.errors import UsageError
 
-__all__ = ["SEQUENCE_LENGTH", "Writer", "features_of", "has_bound"]
+__all__ = ["SEQUENCE_LENGTH", "Writer", "features_of", "has_bound", "whole_numbers"]
 
 SEQUENCE_LENGTH = 16
 """Elements of a Sequence, and nodes and edges of a Graph, that a vector holds if no other number is set."""
@@ -50,7 +50,7 @@ def features_of(space: Any, most: int = SEQUENCE_LENGTH) -> tuple[int, Writer]:
     from gymnasium import spaces
 
     if isinstance(space, spaces.Box | spaces.MultiBinary):
-        return math.prod(space.shape), _numbers(tuple(space.shape))
+        return math.prod(space.shape), _numbers(tuple(space.shape), np.dtype(space.dtype))
     if isinstance(space, spaces.Discrete):
         return int(space.n), _choices(np.array([space.n]), np.array([space.start]), ())
     if isinstance(space, spaces.MultiDiscrete):
@@ -75,13 +75,23 @@ def _refused(what: str) -> UsageError:
     return UsageError(f"{what}: the environment returns something that its observation_space does not contain")
 
 
-def _numbers(shape: tuple[int, ...]) -> Writer:
+def whole_numbers(array: np.ndarray, dtype: np.dtype[Any]) -> np.ndarray | None:
+    """The array, in the type of its space if that has whole numbers; None if these do not fit, which NumPy wraps."""
+    if dtype.kind not in "iu":
+        return array
+    found = array.astype(dtype)
+    return found if np.array_equal(found, array) else None
+
+
+def _numbers(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Writer:
     def write(out: np.ndarray, value: Any) -> None:
         array = np.asarray(value)
         if array.shape != shape:
             raise _refused(f"an observation has shape {array.shape}, its space {shape}")
         if not np.can_cast(array.dtype, out.dtype, "same_kind"):
             raise _refused(f"an observation has elements of {array.dtype}, its space of {out.dtype}")
+        if array.dtype != dtype and whole_numbers(array, dtype) is None:
+            raise _refused(f"an observation has numbers that do not fit {dtype}, the type of its space")
         out[:] = array.ravel()
 
     return write

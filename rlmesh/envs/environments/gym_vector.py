@@ -66,6 +66,11 @@ class GymVector:
         self._copy(out, observations)
         self._resetting[:] = False
 
+    @property
+    def begun(self) -> bool:
+        """True if the environments were reset already."""
+        return self._begun
+
     def begin_again(self, start: int) -> None:
         """Let the next reset take the seeds of this start, as a restored run does."""
         self.starts, self._begun = [start], False
@@ -80,6 +85,10 @@ class GymVector:
         done = outcome.terminateds | outcome.truncateds
         if outcome.infos is not None:
             outcome.infos[:] = _rows_of(infos, self.size)
+            if self.mode == SAME_STEP and done.any():  # the others at these places are of the reset
+                of_ended = _rows_of(infos.get("final_info", {}), self.size)
+                for i in np.flatnonzero(done):
+                    outcome.infos[i] = of_ended[i]
         if self.mode == NEXT_STEP:
             np.logical_not(self._resetting, out=outcome.valid)
             outcome.rewards[self._resetting] = 0.0

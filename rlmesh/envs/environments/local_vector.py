@@ -178,6 +178,16 @@ class LocalVector:
         self.envs[i] = self._make(i)
         self._begin(i, out, seeded=True)
 
+    @property
+    def begun(self) -> bool:
+        """True if an environment was reset already."""
+        return any(self._begun)
+
+    def begin_again(self, starts: list[int]) -> None:
+        """Let the next resets take the seeds of these starts, those of missing ones of the first restart."""
+        self.starts = [*starts[: self.size], *[1] * (self.size - len(starts))]
+        self._begun = [False] * self.size
+
     def put(self, envs: list[Any], starts: list[int]) -> None:
         """Take over environments whose episodes go on, and how often each was made again."""
         self.envs, self.starts, self._begun = envs, list(starts), [True] * self.size

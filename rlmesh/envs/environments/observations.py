@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from rlmesh.envs.environments.features import SEQUENCE_LENGTH, features_of, has_bound
+from rlmesh.envs.environments.features import SEQUENCE_LENGTH, features_of, has_bound, whole_numbers
 from rlmesh.errors import UsageError
 
 if TYPE_CHECKING:
@@ -93,7 +93,13 @@ class ObservationRows:
             )
         if self._below is not None:
             self._check_limits(observation)
-        out[index] = observation
+        found = whole_numbers(observation, self.dtype)
+        if found is None:
+            raise UsageError(
+                f"an observation has numbers that do not fit {self.dtype}, the type of its space: the environment "
+                "returns something that its observation_space does not contain"
+            )
+        out[index] = found
 
     def _check_limits(self, observation: np.ndarray) -> None:
         if not ((observation >= self._least) & (observation < self._below)).all():

@@ -64,7 +64,10 @@ class Learner:
         self._longest: int = module.model_config.get("max_seq_len", MAX_SEQ_LEN)
         self.partners: Partners = ALONE
         self.generator = torch.Generator()
-        self.generator.manual_seed(self.config.get("seed") or torch.seed())
+        if (seed := self.config.get("seed")) is None:
+            self.generator.seed()  # of this generator alone: the global one belongs to the program
+        else:
+            self.generator.manual_seed(seed)
         self._parameters = [p for p in module.parameters() if p.requires_grad]
         self.optimizer = self.make_optimizer(self._parameters)
         flat = self.optimizer.flat if isinstance(self.optimizer, FlatAdam) else None

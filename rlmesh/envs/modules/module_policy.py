@@ -95,6 +95,8 @@ class ModulePolicy(Policy):
         super().set_state(state)
         if state.get("learner") is not None:
             self.learner.set_state(state["learner"])
+        else:  # the state of a policy that had not learnt: a new learner is made when it is needed
+            self._learner = None
 
     def explorer(self, steps: int, size: int, *, explore: bool) -> ModuleExplorer:
         return ModuleExplorer(self, steps, size, explore=explore)

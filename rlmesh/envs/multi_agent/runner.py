@@ -28,7 +28,13 @@ from rlmesh.envs.multi_agent.policies import (
 )
 from rlmesh.envs.multi_agent.rows import PolicyRows
 from rlmesh.envs.multi_agent.vector import MultiAgentVector
-from rlmesh.envs.runners.base import DEFAULT_POLICY, RunnerBase, require_one
+from rlmesh.envs.runners.base import (
+    DEFAULT_POLICY,
+    LongEpisodes,
+    RunnerBase,
+    require_one,
+    warn_of_other_environments,
+)
 from rlmesh.envs.runners.env_runner import CONNECTORS
 from rlmesh.envs.runners.episode_stats import EpisodeStats
 from rlmesh.errors import UsageError
@@ -231,10 +237,14 @@ class MultiAgentEnvRunner(RunnerBase):
         from rlmesh.envs.environments.pickling import EnvironmentPickler
 
         rngs = {name: policy.rng.bit_generator.state for name, policy in self.policy_map.items()}
-        state = {"rngs": rngs, "counters": self._book.counters(), "starts": list(self._vector.starts)}
+        begun = self._vector.begun
+        state = {
+            "rngs": rngs, "counters": self._book.counters(), "starts": list(self._vector.starts), "begun": begun,
+            "must_reset": self._must_reset,
+        }  # fmt: skip
         if self.connectors:
             state["connectors"] = self.connectors.state()
-        if self._must_reset:
+        if not begun:
             return state
         try:
             state["envs"] = (pickle_with or EnvironmentPickler())(self._vector.envs)
@@ -256,11 +266,14 @@ class MultiAgentEnvRunner(RunnerBase):
         if "connectors" in state:
             self.connectors.set_state(state["connectors"])
         self._stats = EpisodeStats()
-        self._must_reset = "envs" not in state or len(state["starts"]) != self.num_envs
-        self._book.running = [None] * self.num_envs
-        if self._must_reset:  # with other seeds than those of the beginning
-            self._vector.begin_again([start + 1 for start in state["starts"]])
+        self._must_reset, self._book.running = True, [None] * self.num_envs
+        if "envs" not in state or len(state["starts"]) != self.num_envs:
+            if "envs" in state:
+                warn_of_other_environments(len(state["starts"]), self.num_envs)
+            later = int(state.get("begun", True))  # other seeds than those of episodes that were played already
+            self._vector.begin_again([start + later for start in state["starts"]])
             return
+        self._must_reset = state.get("must_reset", False)
         self._vector.close()
         self._vector.put(envs, state["starts"])
         self._book.set_state(state["book"])
@@ -275,6 +288,7 @@ class MultiAgentEnvRunner(RunnerBase):
     def _collect(self, steps: int | None, share: list[int]) -> MultiAgentBatch:
         """Step all environments ``steps`` times, or, without that number, until each has played its share."""
         book, vector, stats = self._book, self._vector, EpisodeStats()
+        long = LongEpisodes(self.worker_index)
         if self._must_reset:
             self._begin_all()
         self._must_reset = True  # if a step raises, no half-known state goes on
@@ -282,6 +296,7 @@ class MultiAgentEnvRunner(RunnerBase):
             time = 0
             while time < steps if steps is not None else any(share):
                 active = [i for i in range(self.num_envs) if steps is not None or share[i]]
+                known = len(stats)
                 book.act(active, explore=self.explore)
                 vector.begin_steps({i: book.actions(i) for i in active})
                 for i in active:
@@ -293,6 +308,8 @@ class MultiAgentEnvRunner(RunnerBase):
                     if book.running[i] is None:
                         book.begin(i, vector.reset(i)[0])
                 time += 1
+                if steps is None:
+                    long.after(1, ended=len(stats) > known)
             batch = book.take(stats.env_steps, new_obs=self._new_obs)
         except BaseException:
             book.running = [None] * self.num_envs

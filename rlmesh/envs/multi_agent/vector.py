@@ -91,6 +91,11 @@ class MultiAgentVector:
         self._begun[i] = False
         self.envs[i] = self._made(i)
 
+    @property
+    def begun(self) -> bool:
+        """True if an environment was reset already."""
+        return any(self._begun)
+
     def put(self, envs: list[MultiAgentEnv], starts: list[int]) -> None:
         """Take over environments whose episodes go on, and how often each was made again."""
         self.envs, self.starts, self._begun = envs, list(starts), [True] * self.size

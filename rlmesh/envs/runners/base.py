@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 from typing import Any, Self
 
@@ -13,7 +14,12 @@ from rlmesh.envs.modules.policy import Policy
 from rlmesh.envs.runners.episode_stats import EpisodeStats
 from rlmesh.errors import UsageError
 
-__all__ = ["DEFAULT_POLICY", "POLICY_PLACE", "RunnerBase", "is_count", "require_one"]
+__all__ = [
+    "DEFAULT_POLICY", "POLICY_PLACE", "LongEpisodes", "RunnerBase", "is_count", "require_one",
+    "warn_of_other_environments",
+]  # fmt: skip
+
+logger = logging.getLogger(__name__)
 
 DEFAULT_POLICY = "default_policy"
 POLICY_PLACE = 0xFFFF
@@ -116,6 +122,35 @@ def require_one(policy: Policy, observations: Mapping[Any, Any]) -> None:
     """Raise `UsageError` if a policy with memory is to act for several observations, whose states nobody has."""
     if policy.is_recurrent() and len(observations) != 1:
         raise UsageError("a policy with memory acts for one observation at a time: call compute_single_action")
+
+
+class LongEpisodes:
+    """Warns once if no environment of a runner that plays whole episodes has ended one for `LONG` steps.
+
+    Args:
+        worker_index: of the runner.
+    """
+
+    LONG = 100_000
+
+    def __init__(self, worker_index: int) -> None:
+        self._index, self._steps, self._warned = worker_index, 0, False
+
+    def after(self, steps: int, *, ended: bool) -> None:
+        """Count steps of each environment."""
+        self._steps = 0 if ended else self._steps + steps
+        if self._steps >= self.LONG and not self._warned:
+            self._warned = True
+            logger.warning(
+                "runner %d plays whole episodes, and no environment has ended one for %d steps. If they never end, "
+                "neither does this call: give the environment a time limit, such as gymnasium.wrappers.TimeLimit",
+                self._index, self._steps,
+            )  # fmt: skip
+
+
+def warn_of_other_environments(saved: int, here: int) -> None:
+    """Say that a runner does not go on with the episodes of a state, which has another number of environments."""
+    logger.warning("the state has %d environments, and this runner has %d: new episodes begin", saved, here)
 
 
 def is_count(value: Any) -> bool:

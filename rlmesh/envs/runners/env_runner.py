@@ -17,7 +17,13 @@ from rlmesh.envs.environments.local_vector import LocalVector
 from rlmesh.envs.environments.registry import EnvCreator, did_you_mean, env_creator_of
 from rlmesh.envs.modules.policy import Policy, States
 from rlmesh.envs.multi_agent.pettingzoo_env import multi_agent_env_of
-from rlmesh.envs.runners.base import DEFAULT_POLICY, RunnerBase, require_one
+from rlmesh.envs.runners.base import (
+    DEFAULT_POLICY,
+    LongEpisodes,
+    RunnerBase,
+    require_one,
+    warn_of_other_environments,
+)
 from rlmesh.envs.runners.buffers import ArrayPool
 from rlmesh.envs.runners.episode_stats import EpisodeStats
 from rlmesh.envs.runners.fragments import Fragment
@@ -198,8 +204,8 @@ class EnvRunner(RunnerBase):
         state: dict[str, Any] = {"rng": self.policy.rng.bit_generator.state, "next_episode": self._next_episode}
         if self.connectors:
             state["connectors"] = self.connectors.state()
-        state["starts"] = list(self._vector.starts)
-        if self._must_reset or not isinstance(self._vector, LocalVector):
+        state |= {"starts": list(self._vector.starts), "begun": self._vector.begun}
+        if not (state["begun"] and isinstance(self._vector, LocalVector)):
             return state
         try:
             state["envs"] = (pickle_with or EnvironmentPickler())(self._vector.envs)
@@ -208,8 +214,8 @@ class EnvRunner(RunnerBase):
                 raise
             logger.warning("the environments cannot be pickled, so a restored run begins new episodes: %s", error)
             return state
-        kept = {name: getattr(self, name).copy() for name in KEPT}
-        return {**state, **kept}
+        flags = {"must_reset": self._must_reset, "obs_known": self._obs_known}
+        return {**state, **flags, **{name: getattr(self, name).copy() for name in KEPT}}
 
     def set_state(self, state: Mapping[str, Any]) -> None:
         """Take over a state of `get_state`."""
@@ -220,16 +226,19 @@ class EnvRunner(RunnerBase):
         self._next_episode, self._stats = state["next_episode"], EpisodeStats()
         if "connectors" in state:
             self.connectors.set_state(state["connectors"])
-        self._must_reset = "envs" not in state or len(state["_obs"]) != self.num_envs
-        self._obs_known = not self._must_reset
+        self._must_reset, self._obs_known = True, False
+        later = int(state.get("begun", True))  # other seeds than those of episodes that were played already
+        starts = [start + later for start in state.get("starts", [0])]
         if not isinstance(self._vector, LocalVector):
-            self._vector.begin_again(max(state.get("starts", [0])) + 1)
-        elif self._must_reset:  # with other seeds than those of the beginning
-            self._vector.starts = [start + 1 for start in state.get("starts", self._vector.starts)][: self.num_envs]
-            self._vector.starts += [1] * (self.num_envs - len(self._vector.starts))
+            self._vector.begin_again(max(starts))
+        elif "envs" not in state or len(state["_obs"]) != self.num_envs:
+            if "envs" in state:
+                warn_of_other_environments(len(state["_obs"]), self.num_envs)
+            self._vector.begin_again(starts)
         else:
             self._vector.close()
             self._vector.put(envs, state["starts"])
+            self._must_reset, self._obs_known = state.get("must_reset", False), state.get("obs_known", True)
             for name in KEPT:
                 setattr(self, name, state[name].copy())
 
@@ -399,8 +408,10 @@ class EnvRunner(RunnerBase):
         share[: wanted % self.num_envs] += 1
         stats, self._stats = self._stats, EpisodeStats()
         parts: list[SampleBatch] = []
+        long = LongEpisodes(self.worker_index)
         while (share > 0).any():
             fragment = self._collect(EPISODE_CHUNK)
+            long.after(EPISODE_CHUNK, ended=bool(fragment.ended))
             lasts = np.where(share > 0, EPISODE_CHUNK, 0)
             for i, time, _ in fragment.ended:
                 if share[i] > 0:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import sys
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -27,6 +28,8 @@ if TYPE_CHECKING:  # what starts a job is imported when a job starts
     from rlmesh import JobHandle, MemberHandle, RoleGroup, Runtime
 
 __all__ = ["EnvRunnerGroup", "RemoteWorkers", "WorkerSet"]
+
+logger = logging.getLogger(__name__)
 
 ROLE = "ENV_RUNNER"
 _numbers = itertools.count(1)
@@ -280,8 +283,17 @@ class EnvRunnerGroup:
     def set_runner_states(self, pickled: bytes) -> None:
         """Give the sampling runners states that `runner_states` gave, pickled together.
 
-        Runners beyond the number of states begin new episodes.
+        Runners beyond the number of states begin new episodes, and states beyond the number of runners are left out; a
+        warning says so.
         """
+        import cloudpickle
+
+        number, here = len(cloudpickle.loads(pickled)), max(1, self.num_env_runners)
+        if number != here:
+            logger.warning(
+                "the checkpoint has the episodes of %d runners, and %d sample now: %s", number, here,
+                "the further ones begin new episodes" if here > number else "those of the others are dropped",
+            )  # fmt: skip
 
         def take_over(runner: EnvRunner) -> None:
             import cloudpickle

@@ -163,6 +163,17 @@ def test_a_runner_that_gave_away_what_it_saw_goes_on_with_all_of_it() -> None:
     assert runner.observe(rows[:1], first, learn=True)[0] == pytest.approx(shared, abs=1e-3)
 
 
+@pytest.mark.parametrize("dtype", [np.int64, np.float64])
+def test_observations_far_from_zero_have_mean_0(dtype: Any) -> None:
+    normalizer = ObservationNormalizer()
+    normalizer.bind(spaces.Box(-(2**40), 2**40, (2,), dtype), 100)
+    rows = (1.7e9 + 60 + np.random.default_rng(0).normal(0, 10, (100, 2))).astype(dtype)  # such as times in seconds
+    normalizer.observe(rows, np.zeros(100, bool), learn=True)
+    found = normalizer.observe(rows, np.zeros(100, bool), learn=False)
+    np.testing.assert_allclose(found.mean(0), 0, atol=1e-4)
+    np.testing.assert_allclose(found.std(0), 1, atol=1e-4)
+
+
 def test_all_runners_have_equal_moments_of_all_that_was_seen() -> None:
     """Two remote runners: the shared moments are bitwise equal, and those of every observation of both."""
     with EnvRunnerGroup(

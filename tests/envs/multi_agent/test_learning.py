@@ -131,6 +131,31 @@ def test_policies_that_are_not_trained_stay_as_they_are() -> None:
         assert algorithm.train()["learners"].keys() == {"first"}
 
 
+def test_a_policy_that_a_function_stops_training_is_not_updated_from_replay() -> None:
+    trained = {"first", "second"}
+    config = convoy(DQNConfig()).multi_agent(policies_to_train=lambda policy_id, batch: policy_id in trained)
+    config.training(num_steps_sampled_before_learning_starts=50).reporting(min_env_steps_per_iteration=200)
+    with config.env_runners(rollout_fragment_length=20).build() as algorithm:
+        assert algorithm.train()["learners"].keys() == {"first", "second"}
+        trained.remove("second")
+        updates = {name: algorithm.get_policy(name).learner.updates for name in ("first", "second")}
+        assert algorithm.train()["learners"].keys() == {"first"}
+        assert algorithm.get_policy("first").learner.updates > updates["first"]
+        assert algorithm.get_policy("second").learner.updates == updates["second"]
+
+
+def test_replay_needs_policies_with_modules() -> None:
+    class Learns(Always):
+        def learn_on_batch(self, batch: Any) -> dict[str, Any]:
+            return {}
+
+    policies = {"first": PolicySpec(), "second": PolicySpec(Learns)}
+    for to_train in (None, lambda policy_id, batch: True):
+        config = convoy(DQNConfig()).multi_agent(policies=policies, policies_to_train=to_train)
+        with pytest.raises(UsageError, match="the policy 'second' is a Learns: leave it out"):
+            config.build().train()
+
+
 def test_policies_of_fixed_rules_and_settings_by_policy() -> None:
     policies: dict[str, Any] = {
         "learner": PolicySpec(config={"lr": 0.5, "model_config": {"fcnet_hiddens": (8,)}}),
