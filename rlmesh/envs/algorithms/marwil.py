@@ -17,7 +17,7 @@ from rlmesh.envs.offline.recorded_sequences import RecordedSequences
 from rlmesh.envs.offline.recorded_steps import RecordedSteps
 from rlmesh.envs.offline.sources import parts_of, source_problem
 from rlmesh.envs.runners.env_runner import EnvRunner
-from rlmesh.envs.settings.allowed import number
+from rlmesh.envs.settings.allowed import WEIGHT, number
 from rlmesh.errors import UsageError
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ class MARWILConfig(AlgorithmConfig):
         "moving_average_sqd_adv_norm_update_rate": 1e-8,
     }  # fmt: skip
     allowed: ClassVar = {
-        "beta": number(0), "vf_coeff": number(0), "moving_average_sqd_adv_norm_start": number(0, above=True),
+        "beta": number(0, 100), "vf_coeff": WEIGHT, "moving_average_sqd_adv_norm_start": number(0, above=True),
         "moving_average_sqd_adv_norm_update_rate": number(0, 1),
     }  # fmt: skip
     changed_defaults: ClassVar = {"lr": 1e-4, "grad_clip": None, "train_batch_size": 2000, "adam_epsilon": 1e-8}
@@ -98,6 +98,8 @@ class MARWIL(Algorithm):
         data: the recorded steps.
         sequences: the same as sequences, of a module with memory; None without memory.
     """
+
+    learns_from_rewards = False  # imitation needs none
 
     @classmethod
     def get_default_config(cls) -> Any:

@@ -10,6 +10,7 @@ import numpy as np
 from rlmesh.envs.algorithms.algorithm import Algorithm
 from rlmesh.envs.algorithms.algorithm_config import AlgorithmConfig
 from rlmesh.envs.algorithms.results import ResultDict
+from rlmesh.envs.algorithms.settings import MOST_ROWS
 from rlmesh.envs.batches import columns
 from rlmesh.envs.environments.registry import did_you_mean
 from rlmesh.envs.learners.sequences import state_columns
@@ -31,8 +32,8 @@ BUFFERS: dict[str, type[ReplayBuffer]] = {
 }  # fmt: skip
 BUFFER_KEYS = {"type": None, "capacity": 100_000, "alpha": 0.6, "beta": 0.4, "eps": 1e-6, "replay_burn_in": 0}
 BUFFER_ALLOWED: dict[str, Allowed] = {
-    "capacity": whole(1), "alpha": number(0), "beta": number(0, 1), "eps": number(0, above=True),
-    "replay_burn_in": whole(0),
+    "capacity": whole(1, MOST_ROWS), "alpha": number(0, 1), "beta": number(0, 1), "eps": number(0, 1, above=True),
+    "replay_burn_in": whole(0, 1_000_000),
 }  # fmt: skip
 OF_TYPES = {
     **dict.fromkeys(("alpha", "beta", "eps"), "PrioritizedReplayBuffer"), "replay_burn_in": "SequenceReplayBuffer",
@@ -64,8 +65,8 @@ class OffPolicyConfig(AlgorithmConfig):
         "num_steps_sampled_before_learning_starts": 1000, "training_intensity": None,
     }  # fmt: skip
     allowed: ClassVar = {
-        "n_step": whole(1), "num_steps_sampled_before_learning_starts": whole(0),
-        "training_intensity": optional(number(0, above=True)),
+        "n_step": whole(1, 10_000), "num_steps_sampled_before_learning_starts": whole(0),
+        "training_intensity": optional(number(0, 1_000_000, above=True)),
     }  # fmt: skip
     changed_defaults: ClassVar = {
         "rollout_fragment_length": 1, "train_batch_size": 256, "min_env_steps_per_iteration": 1000, "grad_clip": None,
@@ -85,6 +86,7 @@ class OffPolicyConfig(AlgorithmConfig):
     def problems(self) -> list[str]:
         values, found = self._values, super().problems()
         found += counting_problems(values) + buffer_problems(values["replay_buffer_config"]) + self._sequence_problems()
+        found += self._size_problems()
         if values["rollout_fragment_length"] == "auto":
             found.append("rollout_fragment_length: a whole number, since the batch is not sampled but replayed")
         found += [f"{name}: each replayed batch is used once; leave it out" for name in UNUSED if self._changed(name)]
@@ -96,6 +98,16 @@ class OffPolicyConfig(AlgorithmConfig):
         return [
             f"use_lstm or use_attention, and replay_buffer_config={{'type': {SEQUENCES!r}}}, belong together: a module "
             "with memory learns from sequences; set both or none"
+        ]
+
+    def _size_problems(self) -> list[str]:
+        """The faults of a buffer that is too small for what is drawn from it."""
+        config = self._values["replay_buffer_config"]
+        capacity = {**BUFFER_KEYS, **(config if isinstance(config, Mapping) else {})}["capacity"]
+        return [
+            f"replay_buffer_config: capacity={capacity} is smaller than {name}={size}; the nearest is {size}"
+            for name in ("train_batch_size", "n_step")
+            if type(size := self._values[name]) is int and type(capacity) is int and 1 <= capacity < size
         ]
 
     def _uses_memory(self) -> bool:
@@ -128,7 +140,7 @@ def buffer_problems(config: Any) -> list[str]:
         for key, of_type in OF_TYPES.items()
         if key in config and kind != of_type
     ]
-    found += faults_of(config, BUFFER_ALLOWED, prefix="replay_buffer_config: ")
+    found += faults_of(config, BUFFER_ALLOWED, prefix="replay_buffer_config: ", defaults=BUFFER_KEYS)
     return found
 
 
@@ -205,6 +217,7 @@ class OffPolicy(Algorithm):
         for batch in self.env_runner_group.sample_all(num_steps=self._steps):
             for name, part in batch.as_multi_agent().policy_batches.items():
                 if self.learner_group.trains(name, batch):
+                    self.signal.add(name, part)
                     rows = {column: part[column] for column in self._stored[name]}
                     self.replay.add({name: rows} if isinstance(self.replay, MultiAgentReplayBuffer) else rows)
             self.env_steps_sampled += batch.env_steps()
