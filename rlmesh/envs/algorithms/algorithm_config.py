@@ -247,7 +247,7 @@ class AlgorithmConfig:
 
     def problems(self) -> list[str]:
         """The faults of the settings; a subclass appends those of its own."""
-        found = [*problems_of(self._values, self._all_allowed()), *external_problems(self._values)]
+        found = [*problems_of(self._values, self._all_allowed(), self._defaults()), *external_problems(self._values)]
         found += self._problems_of_policies()
         name = type(self).__name__.removesuffix("Config")
         if self._values["max_requests_in_flight_per_env_runner"] != 1 and not self.is_asynchronous:
@@ -394,7 +394,11 @@ class AlgorithmConfig:
                 self.__dict__["_per_learner"] |= {name}
         return self
 
+    def _defaults(self) -> Mapping[str, Any]:
+        """The defaults of this class; empty if its constructor may need arguments."""
+        return type(self)()._values if type(self).__init__ is AlgorithmConfig.__init__ else {}
+
     def __repr__(self) -> str:
-        defaults = type(self)()._values if type(self).__init__ is AlgorithmConfig.__init__ else {}
+        defaults = self._defaults()
         changed = {name: value for name, value in self._values.items() if defaults.get(name) != value}
         return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in changed.items())})"

@@ -24,9 +24,9 @@ class PrioritizedReplayBuffer(ReplayBuffer):
 
     Args:
         capacity, seed, n_step, gamma, ignored: as in `ReplayBuffer`.
-        alpha: exponent α of priorities; 0 samples uniformly.
+        alpha: exponent α of priorities, from 0, which samples uniformly, to 1.
         beta: exponent β of importance weights; 1 corrects the bias fully.
-        eps: added to each priority, so that no transition is lost.
+        eps: added to each priority, so that no transition is lost; at most 1.
 
     Raises:
         UsageError: a number is out of range.
@@ -36,10 +36,10 @@ class PrioritizedReplayBuffer(ReplayBuffer):
         self, capacity: int, *, alpha: float = 0.6, beta: float = 0.4, eps: float = 1e-6, **options: Any
     ) -> None:
         super().__init__(capacity, **options)
-        if alpha < 0 or not 0 <= beta <= 1 or eps <= 0:
+        if not (0 <= alpha <= 1 and 0 <= beta <= 1 and 0 < eps <= 1):
             raise UsageError(
-                f"PrioritizedReplayBuffer: alpha must be at least 0, beta from 0 to 1, and eps above 0, not {alpha}, "
-                f"{beta} and {eps}"
+                f"PrioritizedReplayBuffer: alpha and beta must be from 0 to 1, and eps above 0 and at most 1, not "
+                f"{alpha}, {beta} and {eps}"
             )
         self.alpha, self.beta, self.eps = float(alpha), float(beta), float(eps)
         self._tree = PriorityTree(self.capacity)

@@ -11,7 +11,7 @@ __all__ = ["ACTIVATION_NAMES", "INITIALIZERS", "MODEL_ALLOWED", "model_faults"]
 
 ACTIVATION_NAMES = ("tanh", "relu", "silu", "elu", "gelu")
 INITIALIZERS = ("orthogonal", "torch")
-_COUNT = whole(1)
+_COUNT = whole(1, 1_000_000)
 
 
 def _is_convolution(layer: Any) -> bool:
@@ -28,9 +28,9 @@ MODEL_ALLOWED: dict[str, Allowed] = {
     "fcnet_hiddens": list_of(_COUNT, "a list of widths, whole numbers of at least 1, such as [64, 64]"),
     "fcnet_activation": one_of(*ACTIVATION_NAMES),
     "conv_filters": optional(list_of(Allowed("", _is_convolution), "a list of [channels, kernel, stride]")),
-    "log_std_init": number(),
+    "log_std_init": number(-20, 20),
     "initializer": one_of(*INITIALIZERS),
-    "attention_init_gru_gate_bias": number(),
+    "attention_init_gru_gate_bias": number(-100, 100),
     **dict.fromkeys(("dueling", "use_attention", "use_lstm"), FLAG),
     "vf_share_layers": optional(FLAG),
     **dict.fromkeys(

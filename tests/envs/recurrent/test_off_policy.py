@@ -340,7 +340,7 @@ def test_settings_that_do_not_fit_are_refused(kind: Any) -> None:
         config_of(kind, {}).build()
     with pytest.raises(UsageError, match="exclude each other"):
         config_of(kind, {**WITH_LSTM, "use_attention": True}).build()
-    with pytest.raises(UsageError, match="lstm_cell_size: a whole number of at least 1, not 0"):
+    with pytest.raises(UsageError, match="lstm_cell_size: a whole number between 1 and 1000000, not 0"):
         config_of(kind, {**WITH_LSTM, "lstm_cell_size": 0}).build()
     with pytest.raises(UsageError, match="Did you mean 'use_lstm'"):
         config_of(kind, {"use_lsmt": True}, replay_buffer_config={"type": "ReplayBuffer"}).build()
