@@ -36,7 +36,8 @@ FREE = {"env", "input_", "policies", "policy_mapping_fn", "policies_to_train", "
 NAN, INF = math.nan, math.inf
 REFUSED: Any = [
     (PPOConfig, "explore", ["no", 1, None], "explore: True or False, not"),
-    (PPOConfig, "lr", [-1, 1.5, 1e10, NAN, INF, True, "1e-3", [], [[10, 1e-3]], [[0, 1e-3]], [[0, -1]], [[0, NAN]], [[0, 1], [0, 2]], None, 3j],
+    (PPOConfig, "lr", [-1, 1.5, 1e10, NAN, INF, True, "1e-3", [], [[10, 1e-3]], [[0, 1e-3]],
+             [[0, -1]], [[0, NAN]], [[0, 1], [0, 2]], None, 3j],
      "lr: a number between 0 and 1, or points [[0, value], [step, value], …] with growing steps, not"),
     (PPOConfig, "clip_param", [0, -1, 2, NAN, [[0, 0.2], [10, -0.1]]],
      "clip_param: a number above 0 and at most 1, or points"),
@@ -54,7 +55,7 @@ REFUSED: Any = [
     (PPOConfig, "rollout_fragment_length", [0, "all"],
      "a whole number between 1 and 1000000000, or 'auto', not"),
     (PPOConfig, "vectorize_mode", ["syn"], "not 'syn'. Did you mean 'sync'?"),
-    (PPOConfig, "connectors", [["x"], [[0, 1]], None, 3], "connectors: a list of objects of rlmesh.envs.connectors, not"),
+    (PPOConfig, "connectors", [["x"], [[0, 1]], None, 3], "connectors: a list of objects of rlmesh.envs.connectors, no"),
     (PPOConfig, "restart_failed_env_runners", ["no"], "restart_failed_env_runners: True or False, not 'no'"),
     (PPOConfig, "module_class", ["Net"], "module_class: a class of modules, or None, not 'Net'"),
     (PPOConfig, "evaluation_config", [{"explore": "no"}], "evaluation_config: explore: True or False, not 'no'"),
@@ -203,7 +204,7 @@ def test_the_nearest_allowed_value_is_named(rule: Any, value: Any, hint: str) ->
     ("kind", "settings", "text"),
     [
         (PPOConfig, {"train_batch_size": 100, "minibatch_size": 200}, "minibatch_size=200 is larger than train_batch"),
-        (PGConfig, {"minibatch_size": 2000}, "minibatch_size=2000 is larger than train_batch_size=1000; the nearest is"),
+        (PGConfig, {"minibatch_size": 2000}, "minibatch_size=2000 is larger than train_batch_size=1000; the nearest"),
         (BCConfig, {"minibatch_size": 4000}, "minibatch_size=4000 is larger than train_batch_size=2000"),
         (SACConfig, {"replay_buffer_config": {"capacity": 100}}, "capacity=100 is smaller than train_batch_size=256; "),
         (DQNConfig, {"n_step": 80, "replay_buffer_config": {"capacity": 70}}, "capacity=70 is smaller than n_step=80"),

@@ -98,7 +98,8 @@ class APPOConfig(IMPALAConfig):
     }  # fmt: skip
     allowed: ClassVar = {
         **KL, "clip_param": CLIP, "target_worker_clipping": number(0, above=True, endless=True), "tau": SHARE,
-        "target_network_update_freq": number(0, 1_000_000, above=True), "use_kl_loss": FLAG, "use_circular_buffer": FLAG,
+        "target_network_update_freq": number(0, 1_000_000, above=True),
+        **dict.fromkeys(("use_kl_loss", "use_circular_buffer"), FLAG),
         **dict.fromkeys(("circular_buffer_num_batches", "circular_buffer_iterations_per_batch"), whole(1, 10_000)),
     }  # fmt: skip
 

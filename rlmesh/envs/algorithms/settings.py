@@ -123,7 +123,8 @@ ALLOWED: dict[str, Allowed] = {
     "vectorize_mode": one_of("local", "sync", "async", "vector_entry_point", "envpool"),
     **dict.fromkeys(("env_config", "model", "model_config", "evaluation_config"), DICT),
     "connectors": list_of(
-        Allowed("", lambda each: not isinstance(each, type) and hasattr(each, "bind")), "a list of objects of rlmesh.envs.connectors"
+        Allowed("", lambda each: not isinstance(each, type) and hasattr(each, "bind")),
+        "a list of objects of rlmesh.envs.connectors",
     ),
     "module_class": optional(Allowed("a class of modules", callable)),
 }  # fmt: skip

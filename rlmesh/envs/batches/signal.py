@@ -116,7 +116,7 @@ def _text(policy_id: str, seen: _Seen) -> str | None:
         return (
             f"the policy {policy_id!r} learns nothing: in all {seen.batches} batches so far, {seen.steps:,} rows, the "
             f"reward is {seen.reward:g}{ends}. Check what the environment's step() returns as reward, whether "
-            "a connector clips all rewards to one value, and, if rewards are rare, whether random actions ever reach one"
+            "a connector clips all rewards to one value, and, if rewards are rare, whether random actions ever get one"
         )
     if seen.flat_steps >= LEAST_STEPS and seen.flat_batches >= LEAST_BATCHES:
         return (

@@ -14,8 +14,8 @@ import numpy as np
 from rlmesh.envs.environments.registry import did_you_mean
 
 __all__ = [
-    "DICT", "FLAG", "SHARE", "WEIGHT", "Allowed", "faults_of", "list_of", "number", "one_of", "optional", "plain", "schedule",
-    "whole",
+    "DICT", "FLAG", "SHARE", "WEIGHT", "Allowed", "faults_of", "list_of", "number", "one_of", "optional", "plain",
+    "schedule", "whole",
 ]  # fmt: skip
 
 
