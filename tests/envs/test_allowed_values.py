@@ -55,7 +55,7 @@ REFUSED: Any = [
     (PPOConfig, "rollout_fragment_length", [0, "all"],
      "a whole number between 1 and 1000000000, or 'auto', not"),
     (PPOConfig, "vectorize_mode", ["syn"], "not 'syn'. Did you mean 'sync'?"),
-    (PPOConfig, "connectors", [["x"], [[0, 1]], None, 3], "connectors: a list of objects of rlmesh.envs.connectors, no"),
+    (PPOConfig, "connectors", [["x"], [[0, 1]], None, 3], "connectors: a list of objects of rlmesh.envs.connectors"),
     (PPOConfig, "restart_failed_env_runners", ["no"], "restart_failed_env_runners: True or False, not 'no'"),
     (PPOConfig, "module_class", ["Net"], "module_class: a class of modules, or None, not 'Net'"),
     (PPOConfig, "evaluation_config", [{"explore": "no"}], "evaluation_config: explore: True or False, not 'no'"),
