@@ -8,7 +8,11 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-__all__ = ["did_you_mean", "similar_path", "too_small", "unknown_parameters"]
+__all__ = ["MOST_PROCESSES", "MOST_THREADS", "did_you_mean", "similar_path", "too_large", "too_small",
+           "unknown_parameters"]  # fmt: skip
+
+MOST_PROCESSES, MOST_THREADS = 10_000, 1024
+"""Of a role, and of torch in a process."""
 
 
 def did_you_mean(name: object, valid: Iterable[str], otherwise: str = "") -> str:
@@ -39,3 +43,10 @@ def too_small(settings: object, least: int, *names: str) -> Iterator[str]:
     for name in names:
         if isinstance(value := getattr(settings, name), int | float) and value < least:
             yield f"{name}={value} must be ≥ {least}"
+
+
+def too_large(settings: object, most: float, *names: str) -> Iterator[str]:
+    """One sentence per attribute that is a number above ``most``."""
+    for name in names:
+        if isinstance(value := getattr(settings, name), int | float) and value > most:
+            yield f"{name}={value} must be ≤ {most}"

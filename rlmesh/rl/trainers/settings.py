@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar, Union, get_args, get_or
 
 from rlmesh.errors import UsageError
 from rlmesh.rl.engines.lora import LoraOptions
-from rlmesh.rl.faults import too_small
+from rlmesh.rl.evaluation.settings import COLDEST, HOTTEST
+from rlmesh.rl.faults import MOST_PROCESSES, MOST_THREADS, too_large, too_small
 from rlmesh.rl.trainers.other_names import ELSEWHERE
 
 if TYPE_CHECKING:
@@ -82,7 +83,7 @@ class ActorSettings:
 
     Attributes:
         ranks: number of processes that train it together.
-        lr: peak learning rate of AdamW.
+        lr: peak learning rate of AdamW; 0: nothing is learnt.
         warmup_steps: steps over which the learning rate rises from 0.
         final_lr: the share of ``lr`` that is left at the last step; the rate falls linearly to it.
         weight_decay: weight decay of AdamW; norms and biases do not decay.
@@ -116,6 +117,9 @@ class ActorSettings:
         """One sentence per fault."""
         yield from too_small(self, 1, "ranks", "epochs", "minibatches", "token_budget")
         yield from too_small(self, 0, "lr", "warmup_steps", "weight_decay", "max_grad_norm", "threads")
+        yield from too_large(self, 1, "lr", "weight_decay")
+        yield from too_large(self, MOST_PROCESSES, "ranks")
+        yield from too_large(self, MOST_THREADS, "threads")
         if not 0 <= self.final_lr <= 1:
             yield f"final_lr={self.final_lr} must be in [0, 1]: a share of lr"
         yield from (f"lora.{fault}" for fault in self.lora.faults())
@@ -224,6 +228,8 @@ class RolloutSettings:
         """One sentence per fault."""
         yield from too_small(self, 0, "time_limit_s", "in_flight", "refill", "threads")
         yield from too_small(self, 1, "oversampling", "engines", "max_tokens")
+        yield from too_large(self, MOST_PROCESSES, "engines")
+        yield from too_large(self, MOST_THREADS, "threads")
         if not 0 < self.deadline_s < float("inf"):
             yield f"deadline_s={self.deadline_s} must be a number of seconds > 0"
         if self.time_limit_s >= self.deadline_s:
@@ -232,6 +238,8 @@ class RolloutSettings:
             yield f"oversampling={self.oversampling} is for dynamic_sampling: without it every group is trained"
         if self.temperature <= 0:
             yield f"temperature={self.temperature} must be > 0: a policy is trained on what it samples"
+        elif not COLDEST <= self.temperature <= HOTTEST:
+            yield f"temperature={self.temperature} must be in [{COLDEST}, {HOTTEST}]"
         if not 0 < self.top_p <= 1:
             yield f"top_p={self.top_p} must be in (0, 1]; 1: all tokens"
         if self.top_k < 0:
