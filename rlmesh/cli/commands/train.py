@@ -13,6 +13,7 @@ from rlmesh.cli.job_choice import as_command
 from rlmesh.driver.failure_report import failure_lines
 from rlmesh.errors import JobFailed, JobStopped, UsageError
 from rlmesh.observe.views.safe_text import shown
+from rlmesh.rl.faults import value_of
 
 OF_TRIALS = (
     "num_samples", "metric", "mode", "max_concurrent_trials", "resume", "restore", "checkpoint_freq",
@@ -33,12 +34,12 @@ def add_to(commands: Any) -> None:
         "train", help="train a language model, or an agent in an environment", description=DESCRIPTION,
         allow_abbrev=False,
         usage="rlmesh train CONFIG [--from LIBRARY] [--set KEY=VALUE ...] [--check | --fit] [options]\n"
-        "       rlmesh train --run NAME --env ID [options]",
+        "       rlmesh train --run NAME --env ID [--set KEY=VALUE ...] [options]",
     )  # fmt: skip
     parser.add_argument("settings", metavar="CONFIG", nargs="?", type=Path, help="a YAML, JSON or Python file")
     parser.add_argument(
         "--set", dest="changes", metavar="KEY=VALUE", action="append", default=[],
-        help="change a setting: --set actor.lr=2e-6",
+        help="change a setting: --set actor.lr=2e-6, with --run --set model.fcnet_hiddens=64,64",
     )  # fmt: skip
     parser.add_argument(
         "--from", dest="source", metavar="LIBRARY",
@@ -142,8 +143,7 @@ def _run(options: argparse.Namespace) -> int:
 
 def _train_agent(options: argparse.Namespace) -> int:
     """Train an agent in an environment, until a criterion or Ctrl-C ends it."""
-    language = {"CONFIG": options.settings, "--set": options.changes, "--name": options.name, "--check": options.check,
-                "--from": options.source,
+    language = {"CONFIG": options.settings, "--name": options.name, "--check": options.check, "--from": options.source,
                 "--fit": options.fit, "--memory": options.memory}  # fmt: skip
     if given := [flag for flag, value in language.items() if value]:
         raise UsageError(f"{', '.join(given)}: for language models; not together with --run")
@@ -156,6 +156,8 @@ def _train_agent(options: argparse.Namespace) -> int:
         raise UsageError(f"{error}; pip install 'rlmesh[envs]'") from error
 
     settings = {**_json_object("--config", options.algorithm_config)}
+    for change in options.changes:
+        _set(settings, change)
     if options.environment:
         settings["env"] = options.environment
     stop = _json_object("--stop", options.stop_at) or None
@@ -166,6 +168,21 @@ def _train_agent(options: argparse.Namespace) -> int:
         _say(f"rlmesh train: {error}", err=True)
         return 1
     return INTERRUPTED if found.interrupted else 0
+
+
+def _set(settings: dict[str, Any], change: str) -> None:
+    """Set the value of a ``key=value``, or of a nested ``model.fcnet_hiddens=64,64``."""
+    path, equals, value = change.partition("=")
+    *outer, last = path.strip().split(".")
+    if not equals or not last:
+        raise UsageError(f"--set {change}: no setting; write --set KEY=VALUE, such as --set lr=1e-3")
+    place = settings
+    for name in outer:
+        inner = place.setdefault(name, {})
+        if not isinstance(inner, dict):
+            raise UsageError(f"--set {change}: {name} is {inner!r}, which has no settings of its own")
+        place[name] = place = dict(inner)
+    place[last] = value_of(value.strip())
 
 
 def _json_object(flag: str, text: str | None) -> dict[str, Any]:

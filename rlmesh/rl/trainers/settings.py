@@ -4,7 +4,6 @@ once."""
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 import types
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -16,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar, Union, get_args, get_or
 from rlmesh.errors import UsageError
 from rlmesh.rl.engines.lora import LoraOptions
 from rlmesh.rl.evaluation.settings import COLDEST, HOTTEST
-from rlmesh.rl.faults import MOST_PROCESSES, MOST_THREADS, too_large, too_small
+from rlmesh.rl.faults import MOST_PROCESSES, MOST_THREADS, too_large, too_small, value_of
 from rlmesh.rl.trainers.other_names import ELSEWHERE
 
 if TYPE_CHECKING:
@@ -39,6 +38,7 @@ Engine = Literal["ddp", "fsdp2", "zero1", "zero2", "zero3"]
 Placement = Literal["auto", "separate", "shared", "fused"]
 Precision = Literal["float32", "bfloat16"]
 T = TypeVar("T")
+LIST = 'a list, such as [1, 2] or ["a", "b"]'
 
 
 @dataclass(frozen=True)
@@ -287,7 +287,7 @@ class RolloutSettings:
 def apply_overrides(settings: T, overrides: Sequence[str]) -> T:
     """Replace values of settings by ``section.key=value`` texts.
 
-    A value is read as JSON where that is possible (numbers, true, false, null, lists), and is a text otherwise.
+    Values are read by `rlmesh.rl.faults.value_of`: numbers, true, false, null, lists, and otherwise texts.
 
     Raises:
         UsageError: lists all faults: texts without ``=``, unknown keys with the nearest right one, wrong types.
@@ -299,7 +299,7 @@ def apply_overrides(settings: T, overrides: Sequence[str]) -> T:
             faults.append(f"{text!r} is no setting: write section.key=value")
             continue
         try:
-            settings = _replaced(settings, path.strip().split("."), parsed(value.strip()), path.strip(), settings)
+            settings = _replaced(settings, path.strip().split("."), value_of(value.strip()), path.strip(), settings)
         except (UsageError, ValueError) as error:
             faults.append(str(error))
     if faults:
@@ -323,6 +323,15 @@ def checked(value: Any, kind: Any) -> bool:
         return isinstance(value, int) and not isinstance(value, bool)
     plain = origin or kind
     return isinstance(value, plain) if isinstance(plain, type) else True
+
+
+def as_list(value: Any, kind: Any) -> Any:
+    """A text such as ``a, b`` as a list, if the type is one of lists of texts, and not of texts too."""
+    kinds = get_args(kind) if get_origin(kind) in (Union, types.UnionType) else (kind,)
+    of_texts = any(get_origin(one) is Sequence and get_args(one) == (str,) for one in kinds)
+    if not isinstance(value, str) or str in kinds or not of_texts:
+        return value
+    return [part for each in value.split(",") if (part := each.strip())]
 
 
 def wrong_types(settings: Any, where: str, but: Collection[str] = ()) -> Iterator[str]:
@@ -389,17 +398,10 @@ def _replaced(settings: Any, path: list[str], value: Any, whole: str, root: Any)
         return dataclasses.replace(settings, **{name: _replaced(current, rest, value, whole, root)})
     if not dataclasses.is_dataclass(current) or not isinstance(value, Mapping):
         kind = get_type_hints(type(settings))[name]
+        value = as_list(value, kind)
         if not checked(value, kind):
             raise UsageError(f"{whole}={value!r} must be {kind_named(kind)}")
     return dataclasses.replace(settings, **{name: value})
-
-
-def parsed(text: str) -> Any:
-    """Parse a text as JSON if that is possible; otherwise the text itself is the value."""
-    try:
-        return json.loads(text)
-    except ValueError:
-        return text
 
 
 def kind_named(kind: Any) -> str:
@@ -410,6 +412,6 @@ def kind_named(kind: Any) -> str:
         return " or ".join(kind_named(one) for one in get_args(kind))
     names = {
         int: "a whole number", float: "a number", bool: "true or false", str: "a text", type(None): "null",
-        Sequence: "a list", tuple: "a list", Mapping: "a mapping",
+        Sequence: LIST, tuple: LIST, Mapping: "a mapping",
     }  # fmt: skip
     return names.get(get_origin(kind) or kind, getattr(kind, "__name__", str(kind)))
