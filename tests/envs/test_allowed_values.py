@@ -17,12 +17,14 @@ from rlmesh.envs import (
     IMPALAConfig,
     MARWILConfig,
     PGConfig,
+    PolicySpec,
     PPOConfig,
     SACConfig,
     TD3Config,
 )
 from rlmesh.envs.connectors import FrameStack, ObservationNormalizer, RewardClip
-from rlmesh.envs.modules.rl_module import RLModule
+from rlmesh.envs.modules.policy import Policy
+from rlmesh.envs.modules.rl_module import ActorCriticModule, RLModule
 from rlmesh.envs.replay import PrioritizedReplayBuffer
 from rlmesh.envs.settings.allowed import FLAG, number, one_of, optional, schedule, whole
 from rlmesh.errors import UsageError
@@ -119,6 +121,53 @@ def test_settings_of_built_in_modules_are_checked(kind: Any, model: dict[str, An
         with pytest.raises(UsageError) as caught:
             config.build()
         assert text in str(caught.value)
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_unknown_keys_of_the_model_are_refused_before_anything_starts(kind: Any) -> None:
+    config = kind().environment("no-such-environment").training(model={"fcnet_hidden": [8]})
+    config.rl_module(model_config={"use_lstmm": True, "lstm_use_prev_action": True})
+    with pytest.raises(UsageError) as caught:
+        config.build()
+    text = str(caught.value)
+    assert "model has no key 'fcnet_hidden'. Did you mean 'fcnet_hiddens'?" in text
+    assert "model_config has no key 'use_lstmm'. Did you mean 'use_lstm'?" in text
+    assert "model_config 'lstm_use_prev_action': the policy sees observations alone" in text
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_the_known_keys_are_those_of_the_module(kind: Any) -> None:
+    module = kind().policy_config()["module_class"] or ActorCriticModule
+    assert kind.model_keys == module.known_settings.keys()
+
+
+def test_unknown_keys_of_one_policy_are_refused() -> None:
+    policies = {"a": PolicySpec(), "b": PolicySpec(config={"model": {"fcnet_hidden": [8]}})}
+    with pytest.raises(UsageError, match="policies: 'b': model has no key 'fcnet_hidden'"):
+        PPOConfig().environment("CartPole-v1").multi_agent(policies=policies).build()
+
+
+def test_a_module_that_reads_its_settings_itself_may_have_any_keys() -> None:
+    class Own(RLModule):
+        @classmethod
+        def settings(cls, given: Any) -> dict[str, Any]:
+            return dict(given or {})
+
+    class Known(RLModule):
+        known_settings = {"width": 8}  # noqa: RUF012
+
+    config = PPOConfig().environment("CartPole-v1").rl_module(model_config={"widht": 4})
+    config.copy().rl_module(module_class=Own).validate()
+    with pytest.raises(UsageError, match="model_config has no key 'widht'. Did you mean 'width'"):
+        config.copy().rl_module(module_class=Known).validate()
+
+
+def test_a_config_with_a_policy_of_its_own_may_have_any_keys() -> None:
+    class Own(PPOConfig):
+        def policy_class(self) -> Any:
+            return Policy
+
+    Own().environment("CartPole-v1").training(model={"anything": 1}).validate()
 
 
 def test_a_module_of_ones_own_gives_its_settings_their_meaning() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from rlmesh.envs.environments.features import SEQUENCE_LENGTH
@@ -136,10 +136,11 @@ _OF_EVALUATION = {
 
 
 def problems_of(
-    values: Mapping[str, Any], allowed: Mapping[str, Allowed], defaults: Mapping[str, Any] | None = None
-) -> list[str]:
-    """The faults of single settings by these rules, and of those of several agents."""
-    found = [*faults_of(values, allowed, defaults=defaults), *model_faults(values)]
+    values: Mapping[str, Any], allowed: Mapping[str, Allowed], defaults: Mapping[str, Any] | None = None,
+    model_keys: Collection[str] | None = None,
+) -> list[str]:  # fmt: skip
+    """The faults of single settings by these rules, of those of the model, and of those of several agents."""
+    found = [*faults_of(values, allowed, defaults=defaults), *model_faults(values, model_keys)]
     size, batch = values["minibatch_size"], values["train_batch_size"]
     if type(size) is int and type(batch) is int and size > batch:
         found.append(f"minibatch_size={size} is larger than train_batch_size={batch}; the nearest is {batch}, or None")
