@@ -158,7 +158,7 @@ def test_a_module_that_reads_its_settings_itself_may_have_any_keys() -> None:
 
     config = PPOConfig().environment("CartPole-v1").rl_module(model_config={"widht": 4})
     config.copy().rl_module(module_class=Own).validate()
-    with pytest.raises(UsageError, match="model_config has no key 'widht'. Did you mean 'width'"):
+    with pytest.raises(UsageError, match=r"model_config has no key 'widht'. Did you mean 'width'"):
         config.copy().rl_module(module_class=Known).validate()
 
 

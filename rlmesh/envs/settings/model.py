@@ -70,10 +70,11 @@ def model_faults(values: Mapping[str, Any], known: Collection[str] | None) -> li
     module = values["module_class"]
     allowed = MODEL_ALLOWED if module is None else getattr(module, "allowed_settings", {})
     given = [(name, values[name]) for name in ("model", "model_config") if isinstance(values[name], Mapping)]
-    faults = [fault for where, model in given for fault in faults_of(model, allowed, prefix=f"{where} ")]
-    return (
-        faults if known is None else [f for where, model in given for f in unknown_keys(where, model, known)] + faults
-    )
+    found = []
+    for where, model in given:
+        found += [] if known is None else unknown_keys(where, model, known)
+        found += faults_of(model, allowed, prefix=f"{where} ")
+    return found
 
 
 def unknown_keys(where: str, given: Mapping[str, Any], known: Collection[str]) -> Iterator[str]:

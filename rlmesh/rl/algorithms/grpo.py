@@ -113,7 +113,8 @@ class GRPO(Algorithm):
         if not faults and (self._aggregation == "constant") != (self.constant is not None):
             faults.append(f"constant={self.constant}: the aggregation 'constant', and no other, takes it (> 0)")
         most = self.samples if self.advantage == "pass_at_k" else math.inf  # the others do not read k
-        if isinstance(self.k, bool) or not isinstance(self.k, int) or not 1 <= self.k <= most:
+        k: Any = self.k
+        if isinstance(k, bool) or not isinstance(k, int) or not 1 <= k <= most:
             faults.append(f"k={self.k!r}: a whole number from 1 to samples={self.samples}")
         if not faults and self.dual_clip is not None and PRESETS[self.loss].policy_loss != "ppo":
             faults.append(f"dual_clip={self.dual_clip}: the loss {self.loss!r} has no dual clip")
