@@ -11,6 +11,7 @@ from typing import Any
 from rlmesh.cli.commands.launch import RESUMABLE
 from rlmesh.cli.job_choice import as_command
 from rlmesh.driver.failure_report import failure_lines
+from rlmesh.driver.outcome import interrupt_code
 from rlmesh.errors import JobFailed, JobStopped, UsageError
 from rlmesh.observe.views.safe_text import shown
 from rlmesh.rl.faults import value_of
@@ -25,7 +26,7 @@ INTERRUPTED = 130
 DESCRIPTION = """Train a language model, or with --run an agent in an environment. CONFIG is a YAML or JSON file with
 the settings of a Run, or a Python file that defines run = Run(...). All faults of the settings are printed together,
 before any process starts. Exit code 0: the model is trained; 1: the job failed, or with --fit does not fit; 2:
-something is wrong with the settings; 130: Ctrl-C ended the training of an agent."""
+something is wrong with the settings; 75: it stopped early and can be resumed; 130: Ctrl-C ended it."""
 
 
 def add_to(commands: Any) -> None:
@@ -134,7 +135,7 @@ def _run(options: argparse.Namespace) -> int:
         return RESUMABLE
     except JobFailed as error:
         _say("\n".join(["", *failure_lines(error)]), err=True)
-        return 1
+        return interrupt_code(error)
     for name, value in sorted(result.metrics.items()):
         _say(f"{name} = {value:g}")
     _say(f"model: {result.model}")
