@@ -50,6 +50,9 @@ class ObservationNormalizer(Connector):
                 self._use(self._all_seen)
         return self._normalized(rows)
 
+    def episode(self, rows: np.ndarray, *, learn: bool) -> np.ndarray:
+        return self.observe(rows, np.zeros(len(rows), bool), learn=learn)
+
     def last(self, row: np.ndarray, index: int) -> np.ndarray:
         return self._normalized(row)
 

@@ -70,7 +70,7 @@ def model_faults(values: Mapping[str, Any], known: Collection[str] | None) -> li
     module = values["module_class"]
     allowed = MODEL_ALLOWED if module is None else getattr(module, "allowed_settings", {})
     given = [(name, values[name]) for name in ("model", "model_config") if isinstance(values[name], Mapping)]
-    found = []
+    found: list[str] = []
     for where, model in given:
         found += [] if known is None else unknown_keys(where, model, known)
         found += faults_of(model, allowed, prefix=f"{where} ")
