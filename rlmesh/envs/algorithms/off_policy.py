@@ -17,7 +17,13 @@ from rlmesh.envs.learners.sequences import state_columns
 from rlmesh.envs.modules.module_policy import ModulePolicy
 from rlmesh.envs.multi_agent.runner import MultiAgentEnvRunner
 from rlmesh.envs.multi_agent.settings import counting_problems
-from rlmesh.envs.replay import MultiAgentReplayBuffer, PrioritizedReplayBuffer, ReplayBuffer, SequenceReplayBuffer
+from rlmesh.envs.replay import (
+    MultiAgentReplayBuffer,
+    PrioritizedReplayBuffer,
+    PrioritizedSequenceReplayBuffer,
+    ReplayBuffer,
+    SequenceReplayBuffer,
+)
 from rlmesh.envs.runners.base import DEFAULT_POLICY
 from rlmesh.envs.settings.allowed import Allowed, faults_of, number, optional, whole
 
@@ -28,18 +34,20 @@ __all__ = ["OffPolicy", "OffPolicyConfig"]
 
 BUFFERS: dict[str, type[ReplayBuffer]] = {
     "ReplayBuffer": ReplayBuffer, "PrioritizedReplayBuffer": PrioritizedReplayBuffer,
-    "SequenceReplayBuffer": SequenceReplayBuffer,
+    "SequenceReplayBuffer": SequenceReplayBuffer, "PrioritizedSequenceReplayBuffer": PrioritizedSequenceReplayBuffer,
 }  # fmt: skip
-BUFFER_KEYS = {"type": None, "capacity": 100_000, "alpha": 0.6, "beta": 0.4, "eps": 1e-6, "replay_burn_in": 0}
+BUFFER_KEYS = {"type": None, "capacity": 100_000, "alpha": 0.6, "beta": 0.4, "eps": 1e-6, "eta": 0.9,
+               "replay_burn_in": 0}  # fmt: skip
 BUFFER_ALLOWED: dict[str, Allowed] = {
     "capacity": whole(1, MOST_ROWS), "alpha": number(0, 1), "beta": number(0, 1), "eps": number(0, 1, above=True),
-    "replay_burn_in": whole(0, 1_000_000),
+    "eta": number(0, 1), "replay_burn_in": whole(0, 1_000_000),
 }  # fmt: skip
-OF_TYPES = {
-    **dict.fromkeys(("alpha", "beta", "eps"), "PrioritizedReplayBuffer"), "replay_burn_in": "SequenceReplayBuffer",
+SEQUENCES, PRIORITIZED_SEQUENCES = "SequenceReplayBuffer", "PrioritizedSequenceReplayBuffer"
+OF_TYPES: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(("alpha", "beta", "eps"), ("PrioritizedReplayBuffer", PRIORITIZED_SEQUENCES)),
+    "eta": (PRIORITIZED_SEQUENCES,), "replay_burn_in": (SEQUENCES, PRIORITIZED_SEQUENCES),
 }  # fmt: skip
-"""Keys that belong to one type of buffer."""
-SEQUENCES = "SequenceReplayBuffer"
+"""Keys that belong to some types of buffers."""
 UNUSED = ("num_epochs", "minibatch_size")
 """Settings of batches that are used several times."""
 
@@ -50,8 +58,10 @@ class OffPolicyConfig(AlgorithmConfig):
     ============================================  ====================================================================
     ``replay_buffer_config``                      ``type`` (``"ReplayBuffer"`` or ``"PrioritizedReplayBuffer"``),
                                                   ``capacity`` in steps; with priorities ``alpha``, ``beta``, ``eps``;
-                                                  with ``use_lstm`` or ``use_attention`` ``"SequenceReplayBuffer"``,
-                                                  with ``replay_burn_in``, the steps before the ``max_seq_len`` ones
+                                                  with ``use_lstm`` or ``use_attention`` ``"SequenceReplayBuffer"`` or
+                                                  ``"PrioritizedSequenceReplayBuffer"``, with ``replay_burn_in``, the
+                                                  steps before the ``max_seq_len`` ones, and ``eta``, the share of the
+                                                  largest error in the priority of a sequence
     ``n_step``                                    steps of a transition
     ``num_steps_sampled_before_learning_starts``  steps of environments before the first update
     ``training_intensity``                        replayed rows per sampled step; None: one update per training step
@@ -96,8 +106,8 @@ class OffPolicyConfig(AlgorithmConfig):
         if self._uses_memory() == self._replays_sequences():
             return []
         return [
-            f"use_lstm or use_attention, and replay_buffer_config={{'type': {SEQUENCES!r}}}, belong together: a module "
-            "with memory learns from sequences; set both or none"
+            f"use_lstm or use_attention, and replay_buffer_config={{'type': {SEQUENCES!r}}} or "
+            f"{PRIORITIZED_SEQUENCES!r}, belong together: a module with memory learns from sequences; set both or none"
         ]
 
     def _size_problems(self) -> list[str]:
@@ -117,7 +127,7 @@ class OffPolicyConfig(AlgorithmConfig):
 
     def _replays_sequences(self) -> bool:
         config = self._values["replay_buffer_config"]
-        return isinstance(config, Mapping) and config.get("type") == SEQUENCES
+        return isinstance(config, Mapping) and config.get("type") in (SEQUENCES, PRIORITIZED_SEQUENCES)
 
     def _changed(self, name: str) -> bool:
         return bool(self._values[name] != type(self)()._values[name])
@@ -136,9 +146,9 @@ def buffer_problems(config: Any) -> list[str]:
     if kind not in BUFFERS:
         return [*found, f"replay_buffer_config: there is no type {kind!r}.{did_you_mean(str(kind), BUFFERS)}"]
     found += [
-        f"replay_buffer_config: {key} belongs to the type {of_type!r}"
-        for key, of_type in OF_TYPES.items()
-        if key in config and kind != of_type
+        f"replay_buffer_config: {key} belongs to the type {' or '.join(map(repr, types))}"
+        for key, types in OF_TYPES.items()
+        if key in config and kind not in types
     ]
     found += faults_of(config, BUFFER_ALLOWED, prefix="replay_buffer_config: ", defaults=BUFFER_KEYS)
     return found
@@ -165,9 +175,11 @@ class OffPolicy(Algorithm):
         options: dict[str, Any] = {}
         by_policy = {name: {"n_step": config["n_step"], "gamma": config["gamma"]} for name in self.learners}
         self._drawn = dict.fromkeys(self.learners, config["train_batch_size"])
-        if kind is PrioritizedReplayBuffer:
+        if kind in (PrioritizedReplayBuffer, PrioritizedSequenceReplayBuffer):
             options = {key: given[key] for key in ("alpha", "beta", "eps")}
-        elif kind is SequenceReplayBuffer:
+        if kind is PrioritizedSequenceReplayBuffer:
+            options["eta"] = given["eta"]
+        if issubclass(kind, SequenceReplayBuffer):
             for name, learner in self.learners.items():
                 length = learner.module.model_config["max_seq_len"]
                 states = tuple(state_columns(learner.states))
@@ -258,6 +270,8 @@ class OffPolicy(Algorithm):
             stats = learner.update(batch)
             if isinstance(buffer, PrioritizedReplayBuffer):
                 buffer.update_priorities(batch["batch_indexes"], np.abs(learner.td_errors))
+            elif isinstance(buffer, PrioritizedSequenceReplayBuffer):
+                buffer.update_from_errors(batch, learner.td_errors)
         return stats
 
     def set_weights(self, weights: Mapping[str, Any]) -> None:
