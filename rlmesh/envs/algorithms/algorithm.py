@@ -88,7 +88,7 @@ class Algorithm:
             "new_obs": self.wants_new_obs, "infos": False, "explore": config["explore"],
             "restart_failed_sub_environments": config["restart_failed_sub_environments"],
             "vectorize_mode": config["vectorize_mode"], "sample_timeout_s": config["sample_timeout_s"],
-            "connectors": config["connectors"], "max_sequence_length": config["max_sequence_length"],
+            "connectors": config.runner_connectors(), "max_sequence_length": config["max_sequence_length"],
             **({} if fragment == "auto" else {"rollout_fragment_length": fragment}),
         }  # fmt: skip
 

@@ -83,7 +83,8 @@ class AlgorithmConfig:
             settings: ``num_env_runners`` (0: in this process), ``num_envs_per_env_runner``,
                 ``rollout_fragment_length`` (steps of each environment per sample, or ``"auto"``: the batch divided by
                 the number of environments), ``explore``, ``vectorize_mode``, ``sample_timeout_s``,
-                ``connectors`` (objects of `rlmesh.envs.connectors`, applied in their order),
+                ``connectors`` (objects of `rlmesh.envs.connectors`, applied in their order, or a dict of such lists by
+                policy),
                 ``max_requests_in_flight_per_env_runner`` (of IMPALA and APPO).
         """
         return self._set("env_runners", settings)
@@ -232,6 +233,12 @@ class AlgorithmConfig:
             "policy_class": self.policy_class(), "policy_config": self.policy_config(), "policies": specs,
             "policy_mapping_fn": mapping, "policy_configs": configs,
         }  # fmt: skip
+
+    def runner_connectors(self) -> Any:
+        """The connectors of runners: a list; by policy, if the runners have several and the settings differ."""
+        given = self._values["connectors"]
+        alone = self._specs().keys() == {"default_policy"}
+        return given.get("default_policy", ()) if alone and isinstance(given, Mapping) else given
 
     def _specs(self) -> dict[str, PolicySpec]:
         return policy_specs(self._values["policies"])

@@ -130,7 +130,7 @@ class MARWIL(Algorithm):
         self._recorded = RecordedSteps(
             list(parts_of(config["input_"], rows, self._make)), rows, self.env_runner.action_space
         )
-        self._pipeline = ConnectorPipeline(config["connectors"], rows.space, 1)
+        self._pipeline = ConnectorPipeline(config.runner_connectors(), rows.space, 1)
         self._prepare(learn=True)
         self.env_runner.connectors.set_shared_state(self._pipeline.shared_state())
         self._rng = np.random.default_rng(config["seed"])

@@ -85,6 +85,10 @@ NOT_THERE: dict[str, str] = {
 
 MOST_PROCESSES, MOST_ROWS = 10_000, 1_000_000_000
 _STEPS = whole(1, MOST_ROWS)
+_CONNECTORS = list_of(
+    Allowed("", lambda each: not isinstance(each, type) and hasattr(each, "bind")),
+    "a list of objects of rlmesh.envs.connectors",
+)
 ALLOWED: dict[str, Allowed] = {
     **dict.fromkeys(
         (
@@ -122,9 +126,9 @@ ALLOWED: dict[str, Allowed] = {
     "evaluation_duration_unit": one_of("episodes", "timesteps"),
     "vectorize_mode": one_of("local", "sync", "async", "vector_entry_point", "envpool"),
     **dict.fromkeys(("env_config", "model", "model_config", "evaluation_config"), DICT),
-    "connectors": list_of(
-        Allowed("", lambda each: not isinstance(each, type) and hasattr(each, "bind")),
-        "a list of objects of rlmesh.envs.connectors",
+    "connectors": Allowed(
+        f"{_CONNECTORS.text}, or a dict of such lists by policy",
+        lambda value: all(map(_CONNECTORS.accepts, value.values() if isinstance(value, Mapping) else [value])),
     ),
     "module_class": optional(Allowed("a class of modules", callable)),
 }  # fmt: skip
