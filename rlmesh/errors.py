@@ -430,9 +430,12 @@ class JobFailed(ExceptionGroup[Exception], RLMeshError):
         incident: the file with the incident report (empty if none was written).
         node_lost: the first cause is a lost node whose members could not be placed elsewhere.
         shown: the members' output was shown while the job ran.
+        stop_signal: number of the signal by which the user stopped the job, 2 for Ctrl-C and
+            ``rlmesh stop``; 0: the user did not.
     """
 
     code = "RM700"
+    stop_signal: int = 0
     run_dir: str = ""
     incident: str = ""
     node_lost: bool = False

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlmesh import private_files
-from rlmesh.errors import RemoteError, RLMeshError, UsageError
+from rlmesh.driver.outcome import interrupt_code
+from rlmesh.errors import JobFailed, RemoteError, RLMeshError, UsageError
 from rlmesh.job.masking import mask_text
 from rlmesh.observe.views.safe_text import shown
 from rlmesh.run_directory.discovery import RunningJob, find_job, running_jobs
@@ -169,7 +170,9 @@ def checked(names: list[str], who: str | None) -> list[str]:
     """
     chosen = [name for name in names if matches(name, who)]
     if not chosen:
-        hint = f". To name a job: --job {who}" if who is not None and _is_job(who) else ""
+        if who is None:
+            raise UsageError("the job has no member yet")
+        hint = f". To name a job: --job {who}" if _is_job(who) else ""
         raise UsageError(f"the job has no member {who!r}; it has {', '.join(names) or 'none yet'}{hint}")
     return chosen
 
@@ -197,9 +200,13 @@ def as_command(
             # A UsageError that the master raised is printed without the remark that it came from another process.
             text = error.remote_message if wrong_use and isinstance(error, RemoteError) else str(error)
             say(f"rlmesh {command}: {text}", err=True)
+            if isinstance(error, JobFailed):
+                return interrupt_code(error)
             return 2 if wrong_use else 1
-        except KeyboardInterrupt:
-            return 130
+        except KeyboardInterrupt as error:
+            if str(error):  # how a job was stopped; a command that only looks is silent
+                say(f"rlmesh {command}: {error}", err=True)
+            return interrupt_code(error)
         except BrokenPipeError:
             os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # so that the interpreter's last flush does not complain
             return 141

@@ -75,7 +75,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     fill_standard_streams()
     try:
         return _run(list(sys.argv[1:] if argv is None else argv))
-    except KeyboardInterrupt:  # while the command's module is imported; a running command handles Ctrl-C itself
+    except KeyboardInterrupt:  # while the command's module is imported; `as_command` has it of a running command
         print("rlmesh: stopped", file=sys.stderr)
         return INTERRUPTED
 

@@ -22,7 +22,7 @@ from rlmesh.agent.processes.oom import at_the_limit
 from rlmesh.driver.failure_report import report_ends_briefly
 from rlmesh.driver.interrupt import Interrupt
 from rlmesh.driver.options import Cluster, LaunchOptions, ambient, effective, register_job
-from rlmesh.driver.outcome import JobResult, describe_failure
+from rlmesh.driver.outcome import CTRL_C, JobResult, describe_failure
 from rlmesh.driver.session import STOP_GRACE_S, STOP_WITHIN_S, Session
 from rlmesh.driver.standard_streams import fill_standard_streams
 from rlmesh.driver.submission import agent_configs, cluster_for, demand_of, expected_nodes, job_spec
@@ -295,7 +295,7 @@ class Driver:
         if gives_notice(number):
             self.notice(signal.Signals(number).name)
         else:
-            self.stop("Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name)
+            self.stop(CTRL_C if number == signal.SIGINT else signal.Signals(number).name)
 
 
 def described(config: JobDescription) -> str:

@@ -11,6 +11,7 @@ from concurrent.futures import Future, wait
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
+from rlmesh.driver.outcome import CTRL_C
 from rlmesh.errors import JobFailed, PeerLost, RLMeshError, UsageError
 from rlmesh.job.status import JobStatus, first_cause
 from rlmesh.runtime.argument_types import refuse_inside_loop
@@ -57,15 +58,17 @@ class JobHandle:
         try:
             result = self._driver.run()
         except KeyboardInterrupt as stopped:
-            self._future.set_exception(self._stopped(str(stopped)))
+            self._future.set_exception(self._stopped(stopped))
         except BaseException as error:
             self._future.set_exception(error)
         else:
             self._future.set_result(result)
 
-    def _stopped(self, text: str) -> JobFailed:
+    def _stopped(self, stopped: KeyboardInterrupt) -> JobFailed:
+        text = str(stopped)
         error = JobFailed(text, [RLMeshError(text)])
         error.run_dir = self._driver.status.run_dir
+        error.stop_signal = getattr(stopped, "stop_signal", 0)
         return error
 
     @property
@@ -91,7 +94,7 @@ class JobHandle:
         try:
             return self._future.result(timeout_s)
         except KeyboardInterrupt:
-            self.stop("Ctrl-C")
+            self.stop(CTRL_C)
             self._thread.join(END_S)
             raise
 

@@ -42,10 +42,19 @@ class JobResult:
     exit_reports: tuple[ExitReport, ...] = ()
 
 
+CTRL_C, STOP_COMMAND = "Ctrl-C", "rlmesh stop"
+"""The reasons of jobs that were stopped by SIGINT, and by the command."""
+
+
 class StoppedBySignal(KeyboardInterrupt):
-    """The job was stopped by a signal; ``number`` is the signal's, 2 for Ctrl-C."""
+    """The job was stopped by a signal; ``number`` is the signal's, 2 for Ctrl-C.
+
+    Attributes:
+        stop_signal: the same number, or 0 if the program itself stopped the job.
+    """
 
     number: int = int(signal.SIGINT)
+    stop_signal: int = 0
 
 
 def cut_short(status: JobStatus) -> JobStatus:
@@ -68,8 +77,17 @@ def job_interrupted(job_name: str, reason: str, note: str) -> StoppedBySignal:
     """Return the error of a job that was stopped at any step."""
     error = StoppedBySignal(f"job {job_name} was stopped: {reason}" + (f" ({note})" if note else ""))
     if reason in signal.Signals.__members__:
-        error.number = signal.Signals[reason]
+        error.number = error.stop_signal = signal.Signals[reason]
+    elif reason in (CTRL_C, STOP_COMMAND):
+        error.stop_signal = int(signal.SIGINT)
     return error
+
+
+def interrupt_code(error: KeyboardInterrupt | JobFailed) -> int:
+    """The exit code of a command that the user interrupted: 128 and the number of the signal, 130 after Ctrl-C."""
+    if isinstance(error, JobFailed):
+        return 128 + error.stop_signal if error.stop_signal else 1
+    return 128 + (error.number if isinstance(error, StoppedBySignal) else int(signal.SIGINT))
 
 
 def job_stopped(job_name: str, status: JobStatus, reason: str, run_dir: Path) -> JobStopped:

@@ -1,14 +1,22 @@
-"""Faults in what users write: the nearest right names, numbers that are too small, parameters that nothing fills."""
+"""What users write: values that are given as text, and faults: the nearest right names, numbers that are too small or
+too large, parameters that nothing fills."""
 
 from __future__ import annotations
 
+import ast
 import inspect
+import json
+import re
 from collections.abc import Callable, Collection, Iterable, Iterator
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-__all__ = ["did_you_mean", "similar_path", "too_small", "unknown_parameters"]
+__all__ = ["MOST_PROCESSES", "MOST_THREADS", "did_you_mean", "similar_path", "too_large", "too_small",
+           "unknown_parameters", "value_of"]  # fmt: skip
+
+MOST_PROCESSES, MOST_THREADS = 10_000, 1024
+"""Of a role, and of torch in a process."""
 
 
 def did_you_mean(name: object, valid: Iterable[str], otherwise: str = "") -> str:
@@ -39,3 +47,42 @@ def too_small(settings: object, least: int, *names: str) -> Iterator[str]:
     for name in names:
         if isinstance(value := getattr(settings, name), int | float) and value < least:
             yield f"{name}={value} must be ≥ {least}"
+
+
+def too_large(settings: object, most: float, *names: str) -> Iterator[str]:
+    """One sentence per attribute that is a number above ``most``."""
+    for name in names:
+        if isinstance(value := getattr(settings, name), int | float) and value > most:
+            yield f"{name}={value} must be ≤ {most}"
+
+
+PYTHON = {"None": None, "True": True, "False": False}
+_NUMBER = r"[-+]?(\d[\d_]*\.?\d*|\.\d+)([eE][-+]?\d+)?"
+_NUMBERS = re.compile(rf"\s*{_NUMBER}\s*(,\s*{_NUMBER}\s*)*,?\s*")
+
+
+def value_of(text: str) -> Any:
+    """The value of a text: JSON, or what people write in its place; otherwise the text itself.
+
+    ``64,64``, ``(64, 64)`` and ``[64, 64,]`` are the list that JSON writes ``[64, 64]``; ``None``, ``True`` and
+    ``False`` are Python's; ``1_000`` is a number. Tuples become lists, also within lists and dicts.
+    """
+    try:
+        return json.loads(text)
+    except ValueError:
+        pass
+    plain = text.strip()
+    if plain in PYTHON:
+        return PYTHON[plain]
+    if plain[:1] in ("(", "[", "{") or _NUMBERS.fullmatch(plain):
+        try:
+            return _lists(ast.literal_eval(plain))
+        except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError):
+            return text
+    return text
+
+
+def _lists(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _lists(each) for key, each in value.items()}
+    return [_lists(each) for each in value] if isinstance(value, list | tuple | set) else value

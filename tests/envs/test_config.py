@@ -73,14 +73,14 @@ def test_all_faults_come_in_one_error() -> None:
         config.build()
     text = str(caught.value)
     assert "PPOConfig has 6 faults" in text
-    for fault in ("lr: a number of at least 0, or points", "gamma: a number between 0 and 1, not 1.5",
+    for fault in ("lr: a number between 0 and 1, or points", "gamma: a number between 0 and 1, not 1.5",
                   "train_batch_size: a whole",
-                  "num_env_runners: a whole number of at least 0, not -1", "environment(…): name an environment",
+                  "num_env_runners: a whole number between 0 and 10000, not -1", "environment(…): name an environment",
                   "minibatch_size=2 is larger"):  # fmt: skip
         assert fault in text
     with pytest.raises(UsageError, match="Did you mean 'CartPole-v"):
         PPOConfig().environment("CartPoll-v1").build()
-    with pytest.raises(UsageError, match="num_learners: a whole number of at least 0, not -2"):
+    with pytest.raises(UsageError, match="num_learners: a whole number between 0 and 10000, not -2"):
         PPOConfig().environment("CartPole-v1").learners(num_learners=-2).build()
     with pytest.raises(UsageError, match=r"the environment .*CartPole-v1.* has one agent"):
         PPOConfig().environment("CartPole-v1").multi_agent(policies={"a", "b"}).build()

@@ -64,7 +64,7 @@ def test_settings_that_cannot_work_are_refused() -> None:
     assert "IMPALAConfig has 6 faults" in text
     for fault in (
         "vtrace: only True", "minibatch_size: V-trace needs whole fragments", "vtrace_clip_rho_threshold: a",
-        "broadcast_interval: a whole number", "entropy_coeff: a number of at least 0, or points",
+        "broadcast_interval: a whole number", "entropy_coeff: a number between 0 and 1000000, or points",
         "rollout_fragment_length",
     ):  # fmt: skip
         assert fault in text

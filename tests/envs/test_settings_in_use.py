@@ -140,8 +140,8 @@ def test_weights_of_the_loss_are_checked_and_may_follow_a_schedule() -> None:
     with pytest.raises(UsageError) as raised:
         config.copy().training(entropy_coeff="x", vf_loss_coeff=-1, kl_coeff=None, vf_clip_param=0).build()
     for text in (
-        "entropy_coeff: a number of at least 0, or points", "vf_loss_coeff: a number of at least 0",
-        "kl_coeff: a number of at least", "vf_clip_param: a number above 0",
+        "entropy_coeff: a number between 0 and 1000000, or points", "vf_loss_coeff: a number between 0 and 1000000",
+        "kl_coeff: a number between 0 and", "vf_clip_param: a number above 0",
     ):  # fmt: skip
         assert text in str(raised.value)
     with config.training(entropy_coeff=[[0, 0.02], [128, 0.0]]).build() as algorithm:

@@ -113,10 +113,32 @@ def test_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
         (["--run", "PPO", "--env", "CartPole-v1", "--config", "[1]"], "a JSON object"),
         (["--run", "PPO", "--env", "CartPole-v1", "--config", '{"gama": 1}'], "Did you mean 'gamma'"),
         (["--run", "PPO", "--env", "CartPole-v1", "--name", "x"], "--name: for language models"),
+        (["--run", "PPO", "--env", "CartPole-v1", "--set", "gama=1"], "Did you mean 'gamma'"),
+        (["--run", "PPO", "--env", "CartPole-v1", "--set", "lr"], "--set lr: no setting; write --set KEY=VALUE"),
+        (
+            ["--run", "PPO", "--env", "CartPole-v1", "--set", "lr=1", "--set", "lr.x=1"],
+            "lr is 1, which has no settings",
+        ),
+        (
+            ["--run", "PPO", "--env", "CartPole-v1", "--set", "model.fcnet_hiddens=64 64"],
+            "such as [64, 64], not '64 64'",
+        ),
         (["--env", "CartPole-v1"], "name an algorithm by --run"),
     ):
         assert main(["train", *wrong]) == 2
         assert says in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("widths", ["8,4", "(8, 4)", "[8, 4]", "[8,4,]", " 8 , 4 "])
+def test_single_settings_on_the_command_line(widths: str, tmp_path: Path) -> None:
+    settings = json.dumps({**SMALL, "model": {"fcnet_activation": "relu"}})
+    command = ["train", "--run", "PPO", "--config", settings, "--run-dir", str(tmp_path), "--checkpoint-at-end"]
+    command += ["--set", f"model.fcnet_hiddens={widths}", "--set", "grad_clip=None", "--set", "train_batch_size=1_00"]
+    assert main([*command, "--stop", '{"training_iteration": 1}']) == 0
+    (checkpoint,) = (tmp_path / "checkpoints").iterdir()
+    with Algorithm.from_checkpoint(checkpoint) as algorithm:
+        assert algorithm.config["model"] == {"fcnet_activation": "relu", "fcnet_hiddens": [8, 4]}
+        assert (algorithm.config["grad_clip"], algorithm.config["train_batch_size"]) == (None, 100)
 
 
 @pytest.mark.slow

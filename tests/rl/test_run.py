@@ -65,7 +65,7 @@ def test_all_faults_of_the_settings_come_in_one_message() -> None:
         ({"data": [3]}, "data: 3 is no row and no file"),
         ({"data": ["a.jsonl", {"prompt": "a"}]}, "data has both rows and files"),
         ({"rewards": 3}, "a reward is a function, got int"),
-        ({"trackers": 3}, "trackers=3 must be a list"),
+        ({"trackers": 3}, "trackers=3 must be a list, such as [1, 2]"),
         (
             {"actor": ActorSettings(lora=LoraSettings(alpha=8.0))},
             "actor.lora.rank=0: without a rank there is no adapter",
@@ -126,6 +126,17 @@ def test_overrides_change_settings_and_sections() -> None:
     )
     assert (run.actor.lr, run.steps, run.train, run.rollout.max_tokens) == (2e-6, 7, "fsdp2", 9)
     assert (run.algorithm.samples, run.actor.ranks) == (6, 2)
+
+
+def test_overrides_take_lists_as_people_write_them() -> None:
+    run = apply_overrides(
+        Run(**settings()),
+        ["rollout.stop_token_ids=1,2", "rollout.stop=a,b", "restore_parts=weights, optimizer", "critic.model=None"],
+    )
+    assert (run.rollout.stop_token_ids, run.rollout.stop, run.critic.model) == ([1, 2], "a,b", None)
+    assert run.restore_parts == ["weights", "optimizer"]
+    with pytest.raises(UsageError, match=r"rollout.stop_token_ids='a' must be a list of token ids"):
+        apply_overrides(Run(**settings()), ["rollout.stop_token_ids=a"])
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ from rlmesh.cli.launching.torchrun_options import NodeFlags, add_node_flags, rea
 from rlmesh.cli.quantities import seconds
 from rlmesh.driver.failure_report import failure_lines
 from rlmesh.driver.options import Cluster, LaunchOptions, ambient
-from rlmesh.driver.outcome import StoppedBySignal
+from rlmesh.driver.outcome import interrupt_code
 from rlmesh.errors import JobFailed, JobStopped, RLMeshError, UsageError
 from rlmesh.job.entry_points.program import started_as
 from rlmesh.job.restarts import SCOPES
@@ -139,7 +139,7 @@ def run(options: argparse.Namespace, arguments: list[str]) -> int:
         return 1
     except KeyboardInterrupt as error:
         print(f"rlmesh launch: {str(error) or 'stopped'}", file=sys.stderr)
-        return 128 + (error.number if isinstance(error, StoppedBySignal) else signal.SIGINT)
+        return interrupt_code(error)
 
 
 def _run_task(task: Task, options: argparse.Namespace, flags: NodeFlags, arguments: list[str]) -> int:
@@ -263,13 +263,13 @@ def run_script(
         return _code_of(error)
     except KeyboardInterrupt as error:
         print(f"rlmesh: {str(error) or 'stopped'}", file=sys.stderr)
-        return 128 + (error.number if isinstance(error, StoppedBySignal) else signal.SIGINT)
+        return interrupt_code(error)
     except JobStopped as error:
         print(shown(f"rlmesh: {error}", lines=True), file=sys.stderr)
         return RESUMABLE
     except JobFailed as error:
         print(shown(failure_text(error), lines=True), file=sys.stderr)
-        return node_lost if error.node_lost else 1
+        return node_lost if error.node_lost else interrupt_code(error)
     except RLMeshError as error:
         print(shown(f"rlmesh: {type(error).__name__} ({error.code}): {error}", lines=True), file=sys.stderr)
         return 1

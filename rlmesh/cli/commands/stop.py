@@ -16,6 +16,7 @@ from rlmesh import private_files
 from rlmesh.agent.processes import ownership
 from rlmesh.cli.job_choice import add_job_argument, as_command, asking, find_running, headline, say
 from rlmesh.cli.quantities import seconds
+from rlmesh.driver.outcome import STOP_COMMAND
 from rlmesh.errors import CallError, LaunchError
 from rlmesh.run_directory.discovery import RunningJob
 
@@ -50,7 +51,7 @@ def stop(options: argparse.Namespace) -> int:
     with _ProcessWatch(job.driver_pid) as ended:
         try:
             with asking(job) as master:
-                master.call("stop", "rlmesh stop", float(options.grace)).result()
+                master.call("stop", STOP_COMMAND, float(options.grace)).result()
         except CallError as error:
             print(f"  its master does not answer ({error}); its processes are looked for", file=sys.stderr)
         _await(lambda: ended() and not job.folder.exists(), options.grace + END_S)

@@ -11,8 +11,10 @@ from typing import Any
 from rlmesh.cli.commands.launch import RESUMABLE
 from rlmesh.cli.job_choice import as_command
 from rlmesh.driver.failure_report import failure_lines
+from rlmesh.driver.outcome import interrupt_code
 from rlmesh.errors import JobFailed, JobStopped, UsageError
 from rlmesh.observe.views.safe_text import shown
+from rlmesh.rl.faults import value_of
 
 OF_TRIALS = (
     "num_samples", "metric", "mode", "max_concurrent_trials", "resume", "restore", "checkpoint_freq",
@@ -24,7 +26,7 @@ INTERRUPTED = 130
 DESCRIPTION = """Train a language model, or with --run an agent in an environment. CONFIG is a YAML or JSON file with
 the settings of a Run, or a Python file that defines run = Run(...). All faults of the settings are printed together,
 before any process starts. Exit code 0: the model is trained; 1: the job failed, or with --fit does not fit; 2:
-something is wrong with the settings; 130: Ctrl-C ended the training of an agent."""
+something is wrong with the settings; 75: it stopped early and can be resumed; 130: Ctrl-C ended it."""
 
 
 def add_to(commands: Any) -> None:
@@ -33,12 +35,12 @@ def add_to(commands: Any) -> None:
         "train", help="train a language model, or an agent in an environment", description=DESCRIPTION,
         allow_abbrev=False,
         usage="rlmesh train CONFIG [--from LIBRARY] [--set KEY=VALUE ...] [--check | --fit] [options]\n"
-        "       rlmesh train --run NAME --env ID [options]",
+        "       rlmesh train --run NAME --env ID [--set KEY=VALUE ...] [options]",
     )  # fmt: skip
     parser.add_argument("settings", metavar="CONFIG", nargs="?", type=Path, help="a YAML, JSON or Python file")
     parser.add_argument(
         "--set", dest="changes", metavar="KEY=VALUE", action="append", default=[],
-        help="change a setting: --set actor.lr=2e-6",
+        help="change a setting: --set actor.lr=2e-6, with --run --set model.fcnet_hiddens=64,64",
     )  # fmt: skip
     parser.add_argument(
         "--from", dest="source", metavar="LIBRARY",
@@ -133,7 +135,7 @@ def _run(options: argparse.Namespace) -> int:
         return RESUMABLE
     except JobFailed as error:
         _say("\n".join(["", *failure_lines(error)]), err=True)
-        return 1
+        return interrupt_code(error)
     for name, value in sorted(result.metrics.items()):
         _say(f"{name} = {value:g}")
     _say(f"model: {result.model}")
@@ -142,8 +144,7 @@ def _run(options: argparse.Namespace) -> int:
 
 def _train_agent(options: argparse.Namespace) -> int:
     """Train an agent in an environment, until a criterion or Ctrl-C ends it."""
-    language = {"CONFIG": options.settings, "--set": options.changes, "--name": options.name, "--check": options.check,
-                "--from": options.source,
+    language = {"CONFIG": options.settings, "--name": options.name, "--check": options.check, "--from": options.source,
                 "--fit": options.fit, "--memory": options.memory}  # fmt: skip
     if given := [flag for flag, value in language.items() if value]:
         raise UsageError(f"{', '.join(given)}: for language models; not together with --run")
@@ -156,6 +157,8 @@ def _train_agent(options: argparse.Namespace) -> int:
         raise UsageError(f"{error}; pip install 'rlmesh[envs]'") from error
 
     settings = {**_json_object("--config", options.algorithm_config)}
+    for change in options.changes:
+        _set(settings, change)
     if options.environment:
         settings["env"] = options.environment
     stop = _json_object("--stop", options.stop_at) or None
@@ -166,6 +169,21 @@ def _train_agent(options: argparse.Namespace) -> int:
         _say(f"rlmesh train: {error}", err=True)
         return 1
     return INTERRUPTED if found.interrupted else 0
+
+
+def _set(settings: dict[str, Any], change: str) -> None:
+    """Set the value of a ``key=value``, or of a nested ``model.fcnet_hiddens=64,64``."""
+    path, equals, value = change.partition("=")
+    *outer, last = path.strip().split(".")
+    if not equals or not last:
+        raise UsageError(f"--set {change}: no setting; write --set KEY=VALUE, such as --set lr=1e-3")
+    place = settings
+    for name in outer:
+        inner = place.setdefault(name, {})
+        if not isinstance(inner, dict):
+            raise UsageError(f"--set {change}: {name} is {inner!r}, which has no settings of its own")
+        place[name] = place = dict(inner)
+    place[last] = value_of(value.strip())
 
 
 def _json_object(flag: str, text: str | None) -> dict[str, Any]:

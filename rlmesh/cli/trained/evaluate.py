@@ -10,6 +10,7 @@ from typing import Any
 from rlmesh.cli.job_choice import as_command, check_run
 from rlmesh.cli.trained.agents import checkpoint_in, evaluate_agent
 from rlmesh.driver.failure_report import failure_lines
+from rlmesh.driver.outcome import interrupt_code
 from rlmesh.errors import JobFailed, UsageError
 from rlmesh.observe.views.safe_text import shown
 
@@ -17,7 +18,7 @@ DESCRIPTION = """Answer the validation prompts of a Run with a model, and print 
 file with the settings of the Run (rlmesh train CONFIG); RUN is the directory of a training, whose trained model or
 last checkpoint is evaluated. CHECKPOINT is a checkpoint of an agent of rlmesh.envs, or a folder of tune.run: the agent
 plays episodes, and the command prints their returns. Exit code 0: done; 1: the job failed; 2: something is wrong with
-the settings."""
+the settings; 130: Ctrl-C ended it."""
 
 
 def add_to(commands: Any) -> None:
@@ -67,7 +68,7 @@ def run(options: argparse.Namespace) -> int:
         found = evaluate(settings, **weights, data=options.data, name=options.name, run_dir=options.run_dir)
     except JobFailed as error:
         print(shown("\n".join(["", *failure_lines(error)]), lines=True), file=sys.stderr)
-        return 1
+        return interrupt_code(error)
     # Printed without masking of secrets, which would hide metrics such as response_tokens.
     lines = [f"{name} = {value:g}" for name, value in sorted(found.metrics.items())]
     print(shown("\n".join([*lines, f"samples: rlmesh samples {found.run_dir}"]), lines=True))

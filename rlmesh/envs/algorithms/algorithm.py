@@ -11,6 +11,7 @@ from rlmesh.envs.algorithms import checkpoint
 from rlmesh.envs.algorithms.algorithm_config import AlgorithmConfig
 from rlmesh.envs.algorithms.results import EpisodeWindow, ResultDict
 from rlmesh.envs.algorithms.train_ops import synchronous_parallel_sample, train_one_step
+from rlmesh.envs.batches.signal import SignalWatch
 from rlmesh.envs.learners.learner_group import LearnerGroup
 from rlmesh.envs.modules.policy import Policy
 from rlmesh.envs.runners.base import DEFAULT_POLICY
@@ -33,6 +34,7 @@ class Algorithm:
         learner_group: updates the policies of the local runner.
         iteration: number of calls of `train`.
         window: the last episodes.
+        signal: watches whether rewards and advantages have anything to learn from.
 
     Raises:
         UsageError: faults of the settings, all in one.
@@ -50,6 +52,7 @@ class Algorithm:
         self.iteration = self.env_steps_trained = self.agent_steps_trained = 0
         self.time_total_s = 0.0
         self.window = EpisodeWindow(config["metrics_num_episodes_for_smoothing"])
+        self.signal = SignalWatch()
         self._evaluation: EnvRunnerGroup | None = None
         try:
             self.setup(config)
@@ -89,12 +92,14 @@ class Algorithm:
             "new_obs": self.wants_new_obs, "infos": False, "explore": config["explore"],
             "restart_failed_sub_environments": config["restart_failed_sub_environments"],
             "vectorize_mode": config["vectorize_mode"], "sample_timeout_s": config["sample_timeout_s"],
-            "connectors": config["connectors"], "max_sequence_length": config["max_sequence_length"],
+            "connectors": config.runner_connectors(), "max_sequence_length": config["max_sequence_length"],
             **({} if fragment == "auto" else {"rollout_fragment_length": fragment}),
         }  # fmt: skip
 
     wants_new_obs = False
     """True for algorithms whose batches have the column ``new_obs``; it doubles the size of a batch."""
+    learns_from_rewards = True
+    """False for algorithms whose batches are not watched for rewards that are all equal."""
 
     @property
     def env_runner(self) -> Any:
@@ -120,7 +125,8 @@ class Algorithm:
 
         Returns:
             ``env_runners`` (returns and lengths of the last episodes, counts), ``learners`` (what the last
-            `training_step` returned), counts and times; ``evaluation``, if it was due.
+            `training_step` returned), counts and times; ``evaluation``, if it was due; ``warnings``, a list of texts,
+            while a policy has nothing to learn from.
         """
         began = time.monotonic()
         from rlmesh.envs.runners.episode_stats import EpisodeStats
@@ -141,6 +147,8 @@ class Algorithm:
         self.window.add(stats)
         self.iteration += 1
         result = self._result(stats, learners, time.monotonic() - began)
+        if warnings := self.signal.warnings():
+            result["warnings"] = warnings
         interval = self.config["evaluation_interval"]
         if interval is not None and self.iteration % interval == 0:
             result["evaluation"] = self.evaluate()
@@ -265,8 +273,8 @@ class Algorithm:
             "policies": {name: policy.get_state() for name, policy in self.env_runner.policy_map.items()},
             "window": self.window.get_state(),
             "counters": {name: getattr(self, name) for name in checkpoint.COUNTERS},
-            "connectors": self.env_runner.connectors.shared_state(),
-        }
+            "connectors": self.env_runner.connectors.shared_state(), "signal": self.signal.get_state(),
+        }  # fmt: skip
 
     def set_state(self, state: Mapping[str, Any]) -> None:
         """Take over a state of `get_state`, and send the weights to all runners."""
@@ -276,6 +284,7 @@ class Algorithm:
         for name, value in state["counters"].items():
             setattr(self, name, value)
         self.env_runner.connectors.set_shared_state(state["connectors"])
+        self.signal.set_state(state["signal"])
         self.env_runner_group.sync_weights()
 
     def save(self, checkpoint_dir: str | Path) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from rlmesh.envs.algorithms.settings import ALIASES, ALLOWED, NOT_THERE, SECTIONS, problems_of
@@ -11,6 +11,7 @@ from rlmesh.envs.environments.registry import did_you_mean, env_creator_of
 from rlmesh.envs.external.spec import external_problems
 from rlmesh.envs.multi_agent.policies import PolicySpec, policy_specs
 from rlmesh.envs.settings.allowed import Allowed, plain
+from rlmesh.envs.settings.model import MODEL_KEYS, keys_of_module
 from rlmesh.errors import UsageError
 
 if TYPE_CHECKING:
@@ -42,6 +43,8 @@ class AlgorithmConfig:
     changed_defaults: ClassVar[Mapping[str, Any]] = {}
     allowed: ClassVar[Mapping[str, Allowed]] = ALLOWED
     """The values that settings may have; a subclass has those of the settings that it adds."""
+    model_keys: ClassVar[Collection[str]] = MODEL_KEYS
+    """Keys of ``model`` and ``model_config`` of the built-in module."""
     is_asynchronous: ClassVar[bool] = False
     """True for algorithms whose runners sample while the learner trains."""
     is_offline: ClassVar[bool] = False
@@ -80,7 +83,8 @@ class AlgorithmConfig:
             settings: ``num_env_runners`` (0: in this process), ``num_envs_per_env_runner``,
                 ``rollout_fragment_length`` (steps of each environment per sample, or ``"auto"``: the batch divided by
                 the number of environments), ``explore``, ``vectorize_mode``, ``sample_timeout_s``,
-                ``connectors`` (objects of `rlmesh.envs.connectors`, applied in their order),
+                ``connectors`` (objects of `rlmesh.envs.connectors`, applied in their order, or a dict of such lists by
+                policy),
                 ``max_requests_in_flight_per_env_runner`` (of IMPALA and APPO).
         """
         return self._set("env_runners", settings)
@@ -230,6 +234,12 @@ class AlgorithmConfig:
             "policy_mapping_fn": mapping, "policy_configs": configs,
         }  # fmt: skip
 
+    def runner_connectors(self) -> Any:
+        """The connectors of runners: a list; by policy, if the runners have several and the settings differ."""
+        given = self._values["connectors"]
+        alone = self._specs().keys() == {"default_policy"}
+        return given.get("default_policy", ()) if alone and isinstance(given, Mapping) else given
+
     def _specs(self) -> dict[str, PolicySpec]:
         return policy_specs(self._values["policies"])
 
@@ -247,7 +257,8 @@ class AlgorithmConfig:
 
     def problems(self) -> list[str]:
         """The faults of the settings; a subclass appends those of its own."""
-        found = [*problems_of(self._values, self._all_allowed()), *external_problems(self._values)]
+        found = problems_of(self._values, self._all_allowed(), self._defaults(), self._model_keys())
+        found += external_problems(self._values)
         found += self._problems_of_policies()
         name = type(self).__name__.removesuffix("Config")
         if self._values["max_requests_in_flight_per_env_runner"] != 1 and not self.is_asynchronous:
@@ -268,6 +279,14 @@ class AlgorithmConfig:
             except UsageError as error:
                 found.append(str(error))
         return found
+
+    def _model_keys(self) -> Collection[str] | None:
+        """The keys of the model's settings; None if a class of one's own chooses policies or networks."""
+        if (module := self._values["module_class"]) is not None:
+            return keys_of_module(module)
+        chosen_by = (type(self).policy_class, type(self).policy_config)
+        built_in = all(each.__module__.startswith("rlmesh.envs.") for each in chosen_by)
+        return self.model_keys if built_in else None
 
     @classmethod
     def _all_allowed(cls) -> dict[str, Allowed]:
@@ -394,7 +413,11 @@ class AlgorithmConfig:
                 self.__dict__["_per_learner"] |= {name}
         return self
 
+    def _defaults(self) -> Mapping[str, Any]:
+        """The defaults of this class; empty if its constructor may need arguments."""
+        return type(self)()._values if type(self).__init__ is AlgorithmConfig.__init__ else {}
+
     def __repr__(self) -> str:
-        defaults = type(self)()._values if type(self).__init__ is AlgorithmConfig.__init__ else {}
+        defaults = self._defaults()
         changed = {name: value for name, value in self._values.items() if defaults.get(name) != value}
         return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in changed.items())})"

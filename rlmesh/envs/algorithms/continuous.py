@@ -13,6 +13,10 @@ if TYPE_CHECKING:
 __all__ = ["SAC", "TD3", "SACConfig", "TD3Config"]
 
 
+NOISE = number(0, 2)
+"""The standard deviation of noise on actions between -1 and 1: at most the width of this interval."""
+
+
 class SACConfig(OffPolicyConfig):
     """Settings of soft actor-critic (Haarnoja et al. 2018), beside those of `OffPolicyConfig`:
 
@@ -26,7 +30,7 @@ class SACConfig(OffPolicyConfig):
     algo_class: ClassVar = "rlmesh.envs.algorithms.continuous.SAC"
     training_defaults: ClassVar = {"tau": 0.005, "initial_alpha": 1.0, "target_entropy": "auto"}
     allowed: ClassVar = {
-        "tau": SHARE, "initial_alpha": number(0, above=True),
+        "tau": SHARE, "initial_alpha": number(0, 1_000_000, above=True),
         "target_entropy": Allowed("a number or 'auto'", lambda value: value == "auto" or number().accepts(value)),
     }  # fmt: skip
     changed_defaults: ClassVar = {"lr": 1e-3, "num_steps_sampled_before_learning_starts": 500}
@@ -54,9 +58,9 @@ class TD3Config(OffPolicyConfig):
     ======================  =====================================================================
     ``tau``                 share by which the targets move with each update of the actor
     ``policy_delay``        updates of the critics for one of the actor
-    ``exploration_noise``   standard deviation of the noise on actions
-    ``target_noise``        standard deviation of the noise on the actions of targets
-    ``target_noise_clip``   largest absolute value of that noise
+    ``exploration_noise``   standard deviation of the noise on actions; 0: none
+    ``target_noise``        standard deviation of the noise on the actions of targets; 0: none
+    ``target_noise_clip``   largest absolute value of that noise; 0: none
     ======================  =====================================================================
     """
 
@@ -65,7 +69,7 @@ class TD3Config(OffPolicyConfig):
         "tau": 0.005, "policy_delay": 2, "exploration_noise": 0.1, "target_noise": 0.2, "target_noise_clip": 0.5,
     }  # fmt: skip
     allowed: ClassVar = {
-        "tau": SHARE, "policy_delay": whole(1), "exploration_noise": number(0), "target_noise": number(0),
+        "tau": SHARE, "policy_delay": whole(1), "exploration_noise": NOISE, "target_noise": NOISE,
         "target_noise_clip": number(0, endless=True),
     }  # fmt: skip
     changed_defaults: ClassVar = {"lr": 1e-3, "num_steps_sampled_before_learning_starts": 500}

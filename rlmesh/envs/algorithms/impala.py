@@ -98,8 +98,9 @@ class APPOConfig(IMPALAConfig):
     }  # fmt: skip
     allowed: ClassVar = {
         **KL, "clip_param": CLIP, "target_worker_clipping": number(0, above=True, endless=True), "tau": SHARE,
-        "target_network_update_freq": number(0, above=True), "use_kl_loss": FLAG, "use_circular_buffer": FLAG,
-        "circular_buffer_num_batches": whole(1), "circular_buffer_iterations_per_batch": whole(1),
+        "target_network_update_freq": number(0, 1_000_000, above=True),
+        **dict.fromkeys(("use_kl_loss", "use_circular_buffer"), FLAG),
+        **dict.fromkeys(("circular_buffer_num_batches", "circular_buffer_iterations_per_batch"), whole(1, 10_000)),
     }  # fmt: skip
 
     of_all_policies: ClassVar = (

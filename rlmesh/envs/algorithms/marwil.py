@@ -12,12 +12,14 @@ from rlmesh.envs.algorithms.algorithm_config import AlgorithmConfig
 from rlmesh.envs.algorithms.results import ResultDict
 from rlmesh.envs.algorithms.train_ops import train_one_step
 from rlmesh.envs.batches import columns
+from rlmesh.envs.connectors.connector import ConnectorPipeline
 from rlmesh.envs.learners.learner import MAX_SEQ_LEN, threads
+from rlmesh.envs.offline.recorded_connectors import through_connectors
 from rlmesh.envs.offline.recorded_sequences import RecordedSequences
 from rlmesh.envs.offline.recorded_steps import RecordedSteps
 from rlmesh.envs.offline.sources import parts_of, source_problem
 from rlmesh.envs.runners.env_runner import EnvRunner
-from rlmesh.envs.settings.allowed import number
+from rlmesh.envs.settings.allowed import WEIGHT, number
 from rlmesh.errors import UsageError
 
 if TYPE_CHECKING:
@@ -41,6 +43,9 @@ class MARWILConfig(AlgorithmConfig):
     The environment gives the spaces, and is played by `Algorithm.evaluate` only. A truncated or cut episode is
     bootstrapped from the value of the observation after its last step.
 
+    Connectors change recorded observations and rewards as they change those of an environment. A normaliser takes its
+    mean and variance from all recorded steps, before the first update; evaluations use them too.
+
     With ``use_lstm`` or ``use_attention``, updates have sequences of ``max_seq_len`` steps. Recorded steps have no
     states of the module: at the beginning of each training step, it passes over the episodes that the updates draw
     from, and sequences begin with its states there.
@@ -53,7 +58,7 @@ class MARWILConfig(AlgorithmConfig):
         "moving_average_sqd_adv_norm_update_rate": 1e-8,
     }  # fmt: skip
     allowed: ClassVar = {
-        "beta": number(0), "vf_coeff": number(0), "moving_average_sqd_adv_norm_start": number(0, above=True),
+        "beta": number(0, 100), "vf_coeff": WEIGHT, "moving_average_sqd_adv_norm_start": number(0, above=True),
         "moving_average_sqd_adv_norm_update_rate": number(0, 1),
     }  # fmt: skip
     changed_defaults: ClassVar = {"lr": 1e-4, "grad_clip": None, "train_batch_size": 2000, "adam_epsilon": 1e-8}
@@ -73,8 +78,6 @@ class MARWILConfig(AlgorithmConfig):
             found.append("num_env_runners: nothing is sampled; for evaluation, set evaluation_num_env_runners")
         if values["min_env_steps_per_iteration"]:
             found.append("min_env_steps_per_iteration: nothing is sampled; set dataset_num_iters_per_learner")
-        if values["connectors"]:
-            found.append("connectors: recorded observations are learnt from as they are; leave the setting out")
         return found
 
 
@@ -95,9 +98,11 @@ class MARWIL(Algorithm):
     """Updates the policy with recorded steps; `evaluate` shows what it has learnt.
 
     Attributes:
-        data: the recorded steps.
+        data: the recorded steps, as the policy gets them behind its connectors.
         sequences: the same as sequences, of a module with memory; None without memory.
     """
+
+    learns_from_rewards = False  # imitation needs none
 
     @classmethod
     def get_default_config(cls) -> Any:
@@ -122,16 +127,29 @@ class MARWIL(Algorithm):
                 f"{self.env_runner.action_space}"
             )
         rows = self.env_runner._vector.rows
-        self.data = RecordedSteps(
+        self._recorded = RecordedSteps(
             list(parts_of(config["input_"], rows, self._make)), rows, self.env_runner.action_space
         )
-        self._last = self.data.last_observations() if config["beta"] else None
+        self._pipeline = ConnectorPipeline(config.runner_connectors(), rows.space, 1)
+        self._prepare(learn=True)
+        self.env_runner.connectors.set_shared_state(self._pipeline.shared_state())
+        self._rng = np.random.default_rng(config["seed"])
+        self._order = np.zeros(0, np.int64)
+
+    def _prepare(self, *, learn: bool) -> None:
+        """Make the steps that the policy learns from of the recorded ones.
+
+        Args:
+            learn: connectors learn from the recorded steps; False: they have learnt already.
+        """
+        self.data = self._recorded
+        if self._pipeline:
+            self.data = through_connectors(self._recorded, self._pipeline, self.env_runner.action_space, learn=learn)
+        self._last = self.data.last_observations() if self.config["beta"] else None
         self.sequences: RecordedSequences | None = None
         if self.get_policy().is_recurrent():
             longest = self.get_module().model_config.get("max_seq_len", MAX_SEQ_LEN)
             self.sequences = RecordedSequences(self.data, longest)
-        self._rng = np.random.default_rng(config["seed"])
-        self._order = np.zeros(0, np.int64)
 
     def _make(self) -> Any:
         from rlmesh.envs.environments.registry import EnvContext, env_creator_of
@@ -195,6 +213,9 @@ class MARWIL(Algorithm):
             self._order = rows["order"]
         self._rng.bit_generator.state = rows["rng"]
         super().set_state(state)
+        if self._pipeline:  # the policy has learnt with these means, which those of other recordings must not replace
+            self._pipeline.set_shared_state(state["connectors"])
+            self._prepare(learn=False)
 
 
 class BC(MARWIL):

@@ -10,13 +10,20 @@ import numpy as np
 from rlmesh.envs.algorithms.algorithm import Algorithm
 from rlmesh.envs.algorithms.algorithm_config import AlgorithmConfig
 from rlmesh.envs.algorithms.results import ResultDict
+from rlmesh.envs.algorithms.settings import MOST_ROWS
 from rlmesh.envs.batches import columns
 from rlmesh.envs.environments.registry import did_you_mean
 from rlmesh.envs.learners.sequences import state_columns
 from rlmesh.envs.modules.module_policy import ModulePolicy
 from rlmesh.envs.multi_agent.runner import MultiAgentEnvRunner
 from rlmesh.envs.multi_agent.settings import counting_problems
-from rlmesh.envs.replay import MultiAgentReplayBuffer, PrioritizedReplayBuffer, ReplayBuffer, SequenceReplayBuffer
+from rlmesh.envs.replay import (
+    MultiAgentReplayBuffer,
+    PrioritizedReplayBuffer,
+    PrioritizedSequenceReplayBuffer,
+    ReplayBuffer,
+    SequenceReplayBuffer,
+)
 from rlmesh.envs.runners.base import DEFAULT_POLICY
 from rlmesh.envs.settings.allowed import Allowed, faults_of, number, optional, whole
 from rlmesh.errors import UsageError
@@ -28,18 +35,20 @@ __all__ = ["OffPolicy", "OffPolicyConfig"]
 
 BUFFERS: dict[str, type[ReplayBuffer]] = {
     "ReplayBuffer": ReplayBuffer, "PrioritizedReplayBuffer": PrioritizedReplayBuffer,
-    "SequenceReplayBuffer": SequenceReplayBuffer,
+    "SequenceReplayBuffer": SequenceReplayBuffer, "PrioritizedSequenceReplayBuffer": PrioritizedSequenceReplayBuffer,
 }  # fmt: skip
-BUFFER_KEYS = {"type": None, "capacity": 100_000, "alpha": 0.6, "beta": 0.4, "eps": 1e-6, "replay_burn_in": 0}
+BUFFER_KEYS = {"type": None, "capacity": 100_000, "alpha": 0.6, "beta": 0.4, "eps": 1e-6, "eta": 0.9,
+               "replay_burn_in": 0}  # fmt: skip
 BUFFER_ALLOWED: dict[str, Allowed] = {
-    "capacity": whole(1), "alpha": number(0), "beta": number(0, 1), "eps": number(0, above=True),
-    "replay_burn_in": whole(0),
+    "capacity": whole(1, MOST_ROWS), "alpha": number(0, 1), "beta": number(0, 1), "eps": number(0, 1, above=True),
+    "eta": number(0, 1), "replay_burn_in": whole(0, 1_000_000),
 }  # fmt: skip
-OF_TYPES = {
-    **dict.fromkeys(("alpha", "beta", "eps"), "PrioritizedReplayBuffer"), "replay_burn_in": "SequenceReplayBuffer",
+SEQUENCES, PRIORITIZED_SEQUENCES = "SequenceReplayBuffer", "PrioritizedSequenceReplayBuffer"
+OF_TYPES: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(("alpha", "beta", "eps"), ("PrioritizedReplayBuffer", PRIORITIZED_SEQUENCES)),
+    "eta": (PRIORITIZED_SEQUENCES,), "replay_burn_in": (SEQUENCES, PRIORITIZED_SEQUENCES),
 }  # fmt: skip
-"""Keys that belong to one type of buffer."""
-SEQUENCES = "SequenceReplayBuffer"
+"""Keys that belong to some types of buffers."""
 UNUSED = ("num_epochs", "minibatch_size")
 """Settings of batches that are used several times."""
 
@@ -50,8 +59,10 @@ class OffPolicyConfig(AlgorithmConfig):
     ============================================  ====================================================================
     ``replay_buffer_config``                      ``type`` (``"ReplayBuffer"`` or ``"PrioritizedReplayBuffer"``),
                                                   ``capacity`` in steps; with priorities ``alpha``, ``beta``, ``eps``;
-                                                  with ``use_lstm`` or ``use_attention`` ``"SequenceReplayBuffer"``,
-                                                  with ``replay_burn_in``, the steps before the ``max_seq_len`` ones
+                                                  with ``use_lstm`` or ``use_attention`` ``"SequenceReplayBuffer"`` or
+                                                  ``"PrioritizedSequenceReplayBuffer"``, with ``replay_burn_in``, the
+                                                  steps before the ``max_seq_len`` ones, and ``eta``, the share of the
+                                                  largest error in the priority of a sequence
     ``n_step``                                    steps of a transition
     ``num_steps_sampled_before_learning_starts``  steps of environments before the first update
     ``training_intensity``                        replayed rows per sampled step; None: one update per training step
@@ -65,8 +76,8 @@ class OffPolicyConfig(AlgorithmConfig):
         "num_steps_sampled_before_learning_starts": 1000, "training_intensity": None,
     }  # fmt: skip
     allowed: ClassVar = {
-        "n_step": whole(1), "num_steps_sampled_before_learning_starts": whole(0),
-        "training_intensity": optional(number(0, above=True)),
+        "n_step": whole(1, 10_000), "num_steps_sampled_before_learning_starts": whole(0),
+        "training_intensity": optional(number(0, 1_000_000, above=True)),
     }  # fmt: skip
     changed_defaults: ClassVar = {
         "rollout_fragment_length": 1, "train_batch_size": 256, "min_env_steps_per_iteration": 1000, "grad_clip": None,
@@ -86,6 +97,7 @@ class OffPolicyConfig(AlgorithmConfig):
     def problems(self) -> list[str]:
         values, found = self._values, super().problems()
         found += counting_problems(values) + buffer_problems(values["replay_buffer_config"]) + self._sequence_problems()
+        found += self._size_problems()
         if values["rollout_fragment_length"] == "auto":
             found.append("rollout_fragment_length: a whole number, since the batch is not sampled but replayed")
         found += [f"{name}: each replayed batch is used once; leave it out" for name in UNUSED if self._changed(name)]
@@ -95,8 +107,18 @@ class OffPolicyConfig(AlgorithmConfig):
         if self._uses_memory() == self._replays_sequences():
             return []
         return [
-            f"use_lstm or use_attention, and replay_buffer_config={{'type': {SEQUENCES!r}}}, belong together: a module "
-            "with memory learns from sequences; set both or none"
+            f"use_lstm or use_attention, and replay_buffer_config={{'type': {SEQUENCES!r}}} or "
+            f"{PRIORITIZED_SEQUENCES!r}, belong together: a module with memory learns from sequences; set both or none"
+        ]
+
+    def _size_problems(self) -> list[str]:
+        """The faults of a buffer that is too small for what is drawn from it."""
+        config = self._values["replay_buffer_config"]
+        capacity = {**BUFFER_KEYS, **(config if isinstance(config, Mapping) else {})}["capacity"]
+        return [
+            f"replay_buffer_config: capacity={capacity} is smaller than {name}={size}; the nearest is {size}"
+            for name in ("train_batch_size", "n_step")
+            if type(size := self._values[name]) is int and type(capacity) is int and 1 <= capacity < size
         ]
 
     def _uses_memory(self) -> bool:
@@ -106,7 +128,7 @@ class OffPolicyConfig(AlgorithmConfig):
 
     def _replays_sequences(self) -> bool:
         config = self._values["replay_buffer_config"]
-        return isinstance(config, Mapping) and config.get("type") == SEQUENCES
+        return isinstance(config, Mapping) and config.get("type") in (SEQUENCES, PRIORITIZED_SEQUENCES)
 
     def _changed(self, name: str) -> bool:
         return bool(self._values[name] != type(self)()._values[name])
@@ -125,11 +147,11 @@ def buffer_problems(config: Any) -> list[str]:
     if kind not in BUFFERS:
         return [*found, f"replay_buffer_config: there is no type {kind!r}.{did_you_mean(str(kind), BUFFERS)}"]
     found += [
-        f"replay_buffer_config: {key} belongs to the type {of_type!r}"
-        for key, of_type in OF_TYPES.items()
-        if key in config and kind != of_type
+        f"replay_buffer_config: {key} belongs to the type {' or '.join(map(repr, types))}"
+        for key, types in OF_TYPES.items()
+        if key in config and kind not in types
     ]
-    found += faults_of(config, BUFFER_ALLOWED, prefix="replay_buffer_config: ")
+    found += faults_of(config, BUFFER_ALLOWED, prefix="replay_buffer_config: ", defaults=BUFFER_KEYS)
     return found
 
 
@@ -157,9 +179,11 @@ class OffPolicy(Algorithm):
         options: dict[str, Any] = {}
         by_policy = {name: {"n_step": config["n_step"], "gamma": config["gamma"]} for name in self.learners}
         self._drawn = dict.fromkeys(self.learners, config["train_batch_size"])
-        if kind is PrioritizedReplayBuffer:
+        if kind in (PrioritizedReplayBuffer, PrioritizedSequenceReplayBuffer):
             options = {key: given[key] for key in ("alpha", "beta", "eps")}
-        elif kind is SequenceReplayBuffer:
+        if kind is PrioritizedSequenceReplayBuffer:
+            options["eta"] = given["eta"]
+        if issubclass(kind, SequenceReplayBuffer):
             for name, learner in self.learners.items():
                 length = learner.module.model_config["max_seq_len"]
                 states = tuple(state_columns(learner.states))
@@ -211,6 +235,7 @@ class OffPolicy(Algorithm):
             for name, part in batch.as_multi_agent().policy_batches.items():
                 if self.learner_group.trains(name, batch):
                     self._require_learner(name)
+                    self.signal.add(name, part)
                     rows = {column: part[column] for column in self._stored[name]}
                     self.replay.add({name: rows} if isinstance(self.replay, MultiAgentReplayBuffer) else rows)
             self.env_steps_sampled += batch.env_steps()
@@ -261,6 +286,8 @@ class OffPolicy(Algorithm):
             stats = learner.update(batch)
             if isinstance(buffer, PrioritizedReplayBuffer):
                 buffer.update_priorities(batch["batch_indexes"], np.abs(learner.td_errors))
+            elif isinstance(buffer, PrioritizedSequenceReplayBuffer):
+                buffer.update_from_errors(batch, learner.td_errors)
         return stats
 
     def set_weights(self, weights: Mapping[str, Any]) -> None:

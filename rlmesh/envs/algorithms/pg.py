@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from rlmesh.envs.algorithms.algorithm import Algorithm
 from rlmesh.envs.algorithms.algorithm_config import AlgorithmConfig
-from rlmesh.envs.settings.allowed import FLAG, Allowed, number, schedule
+from rlmesh.envs.settings.allowed import FLAG, WEIGHT, Allowed, schedule
 
 if TYPE_CHECKING:
     from rlmesh.envs.learners.learner import Learner
@@ -15,7 +15,7 @@ __all__ = ["A2C", "PG", "VPG", "A2CConfig", "PGConfig", "VPGConfig"]
 
 
 ACTOR_CRITIC: dict[str, Allowed] = {
-    "vf_loss_coeff": number(0), "entropy_coeff": schedule(number(0)), "standardize_advantages": FLAG,
+    "vf_loss_coeff": WEIGHT, "entropy_coeff": schedule(WEIGHT), "standardize_advantages": FLAG,
 }  # fmt: skip
 """The values of settings that algorithms with a policy and a value function share."""
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from rlmesh.envs.algorithms.algorithm import Algorithm
 from rlmesh.envs.algorithms.algorithm_config import AlgorithmConfig
 from rlmesh.envs.algorithms.pg import ACTOR_CRITIC
-from rlmesh.envs.settings.allowed import Allowed, number, optional, schedule
+from rlmesh.envs.settings.allowed import WEIGHT, Allowed, number, optional, schedule
 
 if TYPE_CHECKING:
     from rlmesh.envs.learners.learner import Learner
@@ -15,9 +15,10 @@ if TYPE_CHECKING:
 __all__ = ["PPO", "PPOConfig"]
 
 
-CLIP = schedule(number(0, above=True), number(0))
+CLIP = schedule(number(0, 1, above=True), number(0, 1))
 """Half the width of the interval around ratio 1, which a schedule may bring down to 0."""
-KL: dict[str, Allowed] = {"kl_coeff": number(0), "kl_target": number(0)}
+KL: dict[str, Allowed] = {"kl_coeff": WEIGHT, "kl_target": number(0, 100, above=True)}
+"""With a target of 0, which no update reaches, the coefficient would grow without end."""
 
 
 class PPOConfig(AlgorithmConfig):
@@ -51,13 +52,6 @@ class PPOConfig(AlgorithmConfig):
         from rlmesh.envs.learners.policy_gradient import PPOLearner
 
         return PPOLearner
-
-    def problems(self) -> list[str]:
-        found = super().problems()
-        size, batch = self._values["minibatch_size"], self._values["train_batch_size"]
-        if type(size) is int and type(batch) is int and size > batch:
-            found.append(f"minibatch_size={size} is larger than train_batch_size={batch}")
-        return found
 
 
 class PPO(Algorithm):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from rlmesh.envs.environments.features import SEQUENCE_LENGTH
@@ -83,6 +83,12 @@ NOT_THERE: dict[str, str] = {
 }
 """Settings of RLlib without a counterpart, and the reason."""
 
+MOST_PROCESSES, MOST_ROWS = 10_000, 1_000_000_000
+_STEPS = whole(1, MOST_ROWS)
+_CONNECTORS = list_of(
+    Allowed("", lambda each: not isinstance(each, type) and hasattr(each, "bind")),
+    "a list of objects of rlmesh.envs.connectors",
+)
 ALLOWED: dict[str, Allowed] = {
     **dict.fromkeys(
         (
@@ -93,34 +99,36 @@ ALLOWED: dict[str, Allowed] = {
     ),
     **dict.fromkeys(
         (
-            "num_env_runners", "evaluation_num_env_runners", "max_env_runner_restarts", "num_learners",
-            "max_learner_restarts", "min_env_steps_per_iteration",
+            "max_env_runner_restarts", "max_learner_restarts", "min_env_steps_per_iteration",
         ),
         whole(0),
     ),
+    **dict.fromkeys(("num_env_runners", "evaluation_num_env_runners", "num_learners"), whole(0, MOST_PROCESSES)),
     **dict.fromkeys(
         (
-            "num_envs_per_env_runner", "train_batch_size", "num_epochs", "evaluation_duration",
-            "max_requests_in_flight_per_env_runner", "metrics_num_episodes_for_smoothing", "max_sequence_length",
+            "num_epochs", "evaluation_duration", "max_requests_in_flight_per_env_runner",
+            "metrics_num_episodes_for_smoothing",
         ),
         whole(1),
     ),
-    **dict.fromkeys(
-        ("minibatch_size", "evaluation_interval", "torch_threads", "dataset_num_iters_per_learner"), optional(whole(1))
-    ),
+    **dict.fromkeys(("num_envs_per_env_runner", "max_sequence_length"), whole(1, 1_000_000)),
+    "train_batch_size": whole(1, MOST_ROWS),
+    **dict.fromkeys(("minibatch_size", "evaluation_interval", "dataset_num_iters_per_learner"), optional(whole(1))),
+    "torch_threads": optional(whole(1, 1024)),
     "rollout_fragment_length": Allowed(
-        f"{whole(1).text}, or 'auto'", lambda value: value == "auto" or whole(1).accepts(value)
+        f"{_STEPS.text}, or 'auto'", lambda value: value == "auto" or _STEPS.accepts(value), nearest=_STEPS.nearest
     ),
     **dict.fromkeys(("gamma", "lambda_"), number(0, 1)),
-    "lr": schedule(number(0)),
-    "adam_epsilon": number(0, above=True),
+    "lr": schedule(number(0, 1)),
+    "adam_epsilon": number(0, 1, above=True),
     **dict.fromkeys(("grad_clip", "sample_timeout_s"), optional(number(0, above=True, endless=True))),
-    "seed": optional(whole(0)),
+    "seed": optional(whole(0, 2**63 - 1)),
     "evaluation_duration_unit": one_of("episodes", "timesteps"),
     "vectorize_mode": one_of("local", "sync", "async", "vector_entry_point", "envpool"),
     **dict.fromkeys(("env_config", "model", "model_config", "evaluation_config"), DICT),
-    "connectors": list_of(
-        Allowed("", lambda each: not isinstance(each, str | type)), "a list of objects of rlmesh.envs.connectors"
+    "connectors": Allowed(
+        f"{_CONNECTORS.text}, or a dict of such lists by policy",
+        lambda value: all(map(_CONNECTORS.accepts, value.values() if isinstance(value, Mapping) else [value])),
     ),
     "module_class": optional(Allowed("a class of modules", callable)),
 }  # fmt: skip
@@ -131,9 +139,15 @@ _OF_EVALUATION = {
 """Settings that ``evaluation_config`` may change: those of environments and of the runners that step them."""
 
 
-def problems_of(values: Mapping[str, Any], allowed: Mapping[str, Allowed]) -> list[str]:
-    """The faults of single settings by these rules, and of those of several agents."""
-    found = [*faults_of(values, allowed), *model_faults(values)]
+def problems_of(
+    values: Mapping[str, Any], allowed: Mapping[str, Allowed], defaults: Mapping[str, Any] | None = None,
+    model_keys: Collection[str] | None = None,
+) -> list[str]:  # fmt: skip
+    """The faults of single settings by these rules, of those of the model, and of those of several agents."""
+    found = [*faults_of(values, allowed, defaults=defaults), *model_faults(values, model_keys)]
+    size, batch = values["minibatch_size"], values["train_batch_size"]
+    if type(size) is int and type(batch) is int and size > batch:
+        found.append(f"minibatch_size={size} is larger than train_batch_size={batch}; the nearest is {batch}, or None")
     evaluation: Any = values["evaluation_config"]
     for name, value in evaluation.items() if isinstance(evaluation, Mapping) else ():
         setting = ALIASES.get(str(name), str(name))

@@ -67,6 +67,9 @@ def train_one_step(algorithm: Algorithm, train_batch: SampleBatch | MultiAgentBa
         By id of the policies that learn: ``learner_stats`` and ``num_agent_steps_trained``.
     """
     results = ResultDict(algorithm.learner_group.update(train_batch))
+    if algorithm.learns_from_rewards:
+        for policy_id in results:
+            algorithm.signal.add(policy_id, train_batch.as_multi_agent().policy_batches[policy_id])
     algorithm.count_trained(train_batch.env_steps(), sum(each["num_agent_steps_trained"] for each in results.values()))
     return results
 

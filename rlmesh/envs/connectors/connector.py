@@ -34,6 +34,12 @@ class Connector:
         """
         return rows
 
+    def episode(self, rows: np.ndarray, *, learn: bool) -> np.ndarray:
+        """The observations ``[time, …]`` of a recorded episode from its beginning on; of a connector that was bound for
+        one environment. The observation after the last step goes through `last`."""
+        seen = [self.observe(rows[i : i + 1], np.array([i == 0]), learn=learn) for i in range(len(rows))]
+        return np.concatenate(seen)
+
     def last(self, row: np.ndarray, index: int) -> np.ndarray:
         """The last observation ``[…]`` of an episode of environment ``index``; called before the next one begins."""
         return row

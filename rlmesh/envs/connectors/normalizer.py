@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -28,8 +29,8 @@ class ObservationNormalizer(Connector):
     """
 
     def __init__(self, clip: float = 10.0, eps: float = 1e-8) -> None:
-        if clip <= 0 or eps <= 0:
-            raise UsageError(f"ObservationNormalizer: clip and eps must be above 0, not {clip} and {eps}")
+        if not (clip > 0 and 0 < eps < math.inf):
+            raise UsageError(f"ObservationNormalizer: clip and eps must be above 0, eps finite, not {clip} and {eps}")
         self.clip, self.eps = float(clip), float(eps)
 
     def bind(self, space: Any, size: int) -> Any:
@@ -49,6 +50,9 @@ class ObservationNormalizer(Connector):
                 self._all_seen.update(rows)
                 self._use(self._all_seen)
         return self._normalized(rows)
+
+    def episode(self, rows: np.ndarray, *, learn: bool) -> np.ndarray:
+        return self.observe(rows, np.zeros(len(rows), bool), learn=learn)
 
     def last(self, row: np.ndarray, index: int) -> np.ndarray:
         return self._normalized(row)

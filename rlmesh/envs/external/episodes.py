@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from rlmesh.envs.batches import columns
+from rlmesh.envs.connectors.connector import ConnectorPipeline
 from rlmesh.envs.modules.policy import Explorer, States
 from rlmesh.envs.runners.fragments import Fragment
 
@@ -64,6 +65,7 @@ class ExternalEpisode:
     Attributes:
         eps_id: its number in batches.
         train: its steps are sampled.
+        pipeline: its connectors; None without any.
         stretch: the steps since the last change of weights; None before the first action.
         steps: actions that were chosen.
         reward: rewards since the last action.
@@ -71,6 +73,7 @@ class ExternalEpisode:
         next_obs: the observation after the last step; None while the step of the last action is not finished.
         turn: number of the last request for an action.
         asked: the observation of this request; None before the first one.
+        seen: the same, as the policy gets it.
         answer: what this request is answered by; None while it waits.
         waits: stands for the call that waits for the answer; a later call with this request takes its place.
     """
@@ -78,6 +81,7 @@ class ExternalEpisode:
     client: str
     eps_id: int
     train: bool
+    pipeline: ConnectorPipeline | None = None
     stretch: ActedSteps | None = None
     steps: int = 0
     reward: float = 0.0
@@ -85,6 +89,7 @@ class ExternalEpisode:
     next_obs: np.ndarray | None = None
     turn: int = 0
     asked: np.ndarray | None = None
+    seen: np.ndarray | None = None
     answer: Any = None
     waits: object = None
 
@@ -99,6 +104,18 @@ class ExternalEpisode:
         if self.stretch is None or not self.train:
             return 0
         return max(0, self.stretch.count - self.stretch.taken - 1)
+
+    def observed(self, row: np.ndarray) -> np.ndarray:
+        """An observation that an action is asked for, as the policy gets it; called once for each of them."""
+        if self.pipeline is None:
+            return row
+        observation: np.ndarray = self.pipeline.observe(row[None], np.array([self.turn == 0]))[0]
+        return observation
+
+    def close_last_step(self, row: np.ndarray) -> None:
+        """Finish the step of the last action with the observation that ends the episode."""
+        if self.is_open:
+            self.close_step(row if self.pipeline is None else self.pipeline.last(row, 0))
 
     def close_step(self, next_obs: np.ndarray) -> None:
         """Finish the step of the last action with the rewards since then, and the observation after it."""
@@ -120,7 +137,7 @@ class ExternalEpisode:
         assert self.stretch is not None
         self.stretch.count -= 1
         self.steps -= 1
-        self.reward, self.next_obs = 0.0, self.asked
+        self.reward, self.next_obs = 0.0, self.seen
 
     def take(self, ended: str = "", *, last: bool = False) -> list[Piece]:
         """The steps that can be sampled and were not taken before, as at most one piece.
@@ -138,8 +155,11 @@ class ExternalEpisode:
         after = stretch.obs[part.stop] if part.stop < stretch.count else self.next_obs
         assert after is not None
         first = self.steps - (stretch.count - part.start)
+        rewards = stretch.rewards[part].copy()
+        changed = rewards if self.pipeline is None else self.pipeline.rewards(rewards[None])[0]
+        own = {} if np.shares_memory(changed, rewards) else {columns.ENV_REWARDS: rewards}
         steps = {
-            columns.OBS: stretch.obs[part].copy(), columns.REWARDS: stretch.rewards[part].copy(),
+            columns.OBS: stretch.obs[part].copy(), columns.REWARDS: changed, **own,
             columns.T: np.arange(first, first + length), columns.EPS_ID: np.full(length, self.eps_id),
             **{name: column[0, part].copy() for name, column in stretch.explorer.columns().items()},
         }  # fmt: skip

@@ -7,12 +7,14 @@ import logging
 import math
 import threading
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Iterable, Mapping
 from typing import Any
 
 import numpy as np
 
 from rlmesh.envs.batches.sample_batch import SampleBatch
+from rlmesh.envs.connectors.connector import Connector
+from rlmesh.envs.external.connectors import EpisodeConnectors
 from rlmesh.envs.external.episodes import STRETCH, ActedSteps, ExternalEpisode, Piece, fragment_of
 from rlmesh.envs.external.spec import EpisodeLost, ExternalEnv, ExternalVector
 from rlmesh.envs.modules.numpy_policy import NumpyPolicy
@@ -37,7 +39,11 @@ class ExternalEnvRunner(EnvRunner):
 
     Methods of clients come on threads of their own. Each step has the log-probability under the weights that chose it.
     An episode of a client that is gone is cut: the step without a result is dropped, and the episode counts as cut.
+    Each episode has connectors of its own, which share their statistics. An observation passes through them when it
+    arrives, also if its action has to wait for new weights.
     """
+
+    connectors: EpisodeConnectors
 
     def __init__(
         self, env_creator: ExternalEnv, policy_class: Any, *, sample_timeout_s: float | None = None, **arguments: Any
@@ -53,6 +59,9 @@ class ExternalEnvRunner(EnvRunner):
 
     def _vector_of(self, given: Any, num_envs: int, mode: str, restart: bool) -> Any:
         return ExternalVector(self._spec)
+
+    def _connectors_of(self, connectors: Iterable[Connector], space: Any, learn: bool) -> EpisodeConnectors:
+        return EpisodeConnectors(connectors, space, learn=learn, lock=self._changed)
 
     def sample(self, num_steps: int | None = None, *, num_episodes: int | None = None) -> SampleBatch:
         """Wait until clients have made enough steps, and return all of their finished steps.
@@ -136,7 +145,8 @@ class ExternalEnvRunner(EnvRunner):
     def _start_episode(self, client: str, episode_id: str, train: bool) -> None:
         if (client, episode_id) in self._going_on:
             raise UsageError(f"start_episode({episode_id!r}): this episode goes on already")
-        self._going_on[client, episode_id] = ExternalEpisode(client, self._next_episode, train)
+        pipeline = self.connectors.begin(learn=train) if self.connectors else None
+        self._going_on[client, episode_id] = ExternalEpisode(client, self._next_episode, train, pipeline)
         self._next_episode += 1
 
     def _get_action(self, client: str, episode_id: str, turn: int, observation: Any) -> Any:
@@ -170,9 +180,10 @@ class ExternalEnvRunner(EnvRunner):
             truncated = True  # an observation that an action was asked for does not end an episode
             if episode.is_open:
                 episode.withdraw_step()
-        episode.close_step(row)
+        episode.close_last_step(row)
         del self._going_on[client, episode_id]
         self._pieces += episode.take("truncated" if truncated else "terminated", last=True)
+        self._give_back(episode)
         if episode.train and episode.steps:
             self._stats.returns.append(episode.total)
             self._stats.lengths.append(episode.steps)
@@ -195,8 +206,9 @@ class ExternalEnvRunner(EnvRunner):
                 self._note_own(episode, action)
                 return None
         else:
-            episode.close_step(row)  # the step is finished, also if this call waits
-            episode.turn, episode.asked = turn, row
+            seen = episode.observed(row)
+            episode.close_step(seen)  # the step is finished, also if this call waits
+            episode.turn, episode.asked, episode.seen = turn, row, seen
         waits = episode.waits = object()
         self._changed.notify_all()
         key = (client, episode_id)
@@ -215,8 +227,9 @@ class ExternalEnvRunner(EnvRunner):
             explorer.go_on(episode.stretch.explorer.states if episode.stretch is not None else {})
             episode.stretch = ActedSteps(explorer, self._empty(STRETCH), self._weights_count)
         stretch = episode.stretch
-        stretch.obs[stretch.count] = row
-        sent = np.array(stretch.explorer.act(stretch.count, row[None])[0])
+        assert episode.seen is not None
+        stretch.obs[stretch.count] = episode.seen
+        sent = np.array(stretch.explorer.act(stretch.count, episode.seen[None])[0])
         episode.answer, episode.waits = sent.item() if sent.ndim == 0 else sent, None
         episode.open_step()
         if action is not None:
@@ -260,7 +273,7 @@ class ExternalEnvRunner(EnvRunner):
 
     def _row(self, observation: Any) -> np.ndarray:
         """A copy of an observation as a row; refuses other shapes, and numbers that are not finite."""
-        row = self._empty(1)
+        row = self._vector.rows.empty(1)
         self._vector.rows.write(row, 0, observation)
         if row.dtype.kind == "f" and not np.isfinite(row).all():
             raise UsageError("an observation has a number that is NaN or infinite")
@@ -276,6 +289,11 @@ class ExternalEnvRunner(EnvRunner):
             pieces += episode.take()
         return pieces
 
+    def _give_back(self, episode: ExternalEpisode) -> None:
+        if episode.pipeline is not None:
+            self.connectors.end(episode.pipeline)
+            episode.pipeline = None
+
     def _leave(self, client: str) -> None:
         """Cut the episodes of a client that is gone."""
         with self._changed:
@@ -283,5 +301,6 @@ class ExternalEnvRunner(EnvRunner):
             for key in [key for key in self._going_on if key[0] == client]:
                 episode = self._going_on.pop(key)
                 self._pieces += episode.take(last=True)
+                self._give_back(episode)
                 self._stats.cut += episode.train and episode.steps > 0
             self._changed.notify_all()

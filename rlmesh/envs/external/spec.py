@@ -83,6 +83,4 @@ def external_problems(values: Mapping[str, Any]) -> list[str]:
             "evaluation_interval: an external environment cannot be reset for an evaluation; name another environment "
             'by evaluation_config={"env": …}, or leave the interval out'
         )
-    if values["connectors"]:
-        found.append("connectors: they are not there for external environments yet; leave them out")
     return found

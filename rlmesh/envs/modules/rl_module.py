@@ -9,7 +9,6 @@ import torch
 from torch import nn
 
 from rlmesh.envs.batches import columns
-from rlmesh.envs.environments.registry import did_you_mean
 from rlmesh.envs.modules.distributions import (
     ActionDistribution,
     CategoricalActions,
@@ -19,7 +18,7 @@ from rlmesh.envs.modules.distributions import (
 from rlmesh.envs.modules.encoders import LogStdColumns, encoder_of, initialize, is_image, mlp
 from rlmesh.envs.modules.recurrent import ATTENTION_DEFAULTS, LSTM_DEFAULTS, memory_of
 from rlmesh.envs.settings.allowed import Allowed, faults_of
-from rlmesh.envs.settings.model import MODEL_ALLOWED
+from rlmesh.envs.settings.model import MODEL_ALLOWED, unknown_keys
 from rlmesh.errors import UsageError
 
 __all__ = ["MODEL_DEFAULTS", "ActorCriticModule", "RLModule"]
@@ -38,15 +37,6 @@ MODEL_DEFAULTS: dict[str, Any] = {
 ``initializer`` is of linear layers and convolutions: ``"orthogonal"``, with gain √2 in hidden layers, 0.01 before
 actions and values of actions, and zero biases; or ``"torch"``, torch's own, which RLlib uses.
 """
-NOT_THERE: dict[str, str] = dict.fromkeys(
-    ("attention_use_n_prev_actions", "attention_use_n_prev_rewards", "lstm_use_prev_action", "lstm_use_prev_reward"),
-    "the policy sees observations alone; a wrapper of the environment can put the last action and reward into them. "
-    "Leave the key out",
-) | dict.fromkeys(
-    ("fcnet_kernel_initializer", "head_fcnet_kernel_initializer", "conv_kernel_initializer"),
-    "one setting is for all layers: initializer='torch', RLlib's default, or 'orthogonal'",
-)
-"""Settings of RLlib without a counterpart, and the reason."""
 
 
 class RLModule(nn.Module):
@@ -92,12 +82,8 @@ class RLModule(nn.Module):
         Raises:
             UsageError: an unknown key, or a value that is not allowed.
         """
-        wrong = next((key for key in given or {} if key not in cls.known_settings), None)
-        if wrong in NOT_THERE:
-            raise UsageError(f"model_config {wrong!r}: {NOT_THERE[wrong]}")
-        if wrong is not None:
-            raise UsageError(f"model_config has no key {wrong!r}.{did_you_mean(wrong, cls.known_settings)}")
-        if faults := faults_of(given or {}, cls.allowed_settings, prefix="model_config "):
+        faults = [*unknown_keys("model_config", given or {}, cls.known_settings)]
+        if faults := faults or faults_of(given or {}, cls.allowed_settings, prefix="model_config "):
             raise UsageError("; ".join(faults))
         return {**cls.known_settings, **(given or {})}
 

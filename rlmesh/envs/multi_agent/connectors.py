@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from rlmesh.envs.connectors.connector import Connector, ConnectorPipeline
+from rlmesh.envs.environments.registry import did_you_mean
 from rlmesh.errors import UsageError
 
 __all__ = ["AgentConnectors"]
@@ -22,7 +23,8 @@ class AgentConnectors:
     statistics are those of `ConnectorPipeline`, with values by policy.
 
     Args:
-        connectors: applied in this order to the observations of each agent.
+        connectors: applied in this order to the observations of each agent; or a mapping by policy, in which policies
+            without connectors may be left out.
         spaces: of observations, by policy.
         learn: False leaves statistics as they are.
 
@@ -30,18 +32,29 @@ class AgentConnectors:
         UsageError: a connector does not fit the space of a policy.
     """
 
-    def __init__(self, connectors: Iterable[Connector], spaces: Mapping[str, Any], *, learn: bool) -> None:
-        self._given, self._spaces, self._learn = tuple(connectors), dict(spaces), learn
+    def __init__(
+        self, connectors: Iterable[Connector] | Mapping[str, Iterable[Connector]], spaces: Mapping[str, Any], *,
+        learn: bool,
+    ) -> None:  # fmt: skip
+        by_policy = connectors if isinstance(connectors, Mapping) else dict.fromkeys(spaces, tuple(connectors))
+        if unknown := [name for name in by_policy if name not in spaces]:
+            raise UsageError(f"connectors: there is no policy {unknown[0]!r}.{did_you_mean(str(unknown[0]), spaces)}")
+        self._given = {name: tuple(by_policy.get(name, ())) for name in spaces}
+        self._spaces, self._learn = dict(spaces), learn
         self.shared = {name: self._new(name) for name in spaces}
         """Pipelines that have the merged statistics, and see no observation of an episode."""
         self._pipelines: dict[str, list[ConnectorPipeline]] = {name: [] for name in spaces}
 
     def __bool__(self) -> bool:
-        return bool(self._given)
+        return any(self._given.values())
+
+    def has(self, policy_id: str) -> bool:
+        """True if a policy has connectors."""
+        return bool(self._given[policy_id])
 
     def _new(self, policy_id: str) -> ConnectorPipeline:
         try:
-            return ConnectorPipeline(self._given, self._spaces[policy_id], 1, learn=self._learn)
+            return ConnectorPipeline(self._given[policy_id], self._spaces[policy_id], 1, learn=self._learn)
         except UsageError as error:
             raise UsageError(f"policy {policy_id!r}: {error}") from None
 

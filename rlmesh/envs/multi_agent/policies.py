@@ -65,7 +65,12 @@ def policy_specs(given: Any) -> dict[str, PolicySpec]:
         return {DEFAULT: PolicySpec()}
     if isinstance(given, str) or not isinstance(given, Iterable):
         raise UsageError(f"policies: names, or a dict by name, not {given!r}")
-    entries = given if isinstance(given, Mapping) else dict.fromkeys(sorted(given) if isinstance(given, set) else given)
+    try:
+        entries = (
+            given if isinstance(given, Mapping) else dict.fromkeys(sorted(given) if isinstance(given, set) else given)
+        )
+    except TypeError:  # names that cannot be keys, or cannot be sorted
+        raise UsageError(f"policies: names are text, not those of {given!r}") from None
     if not entries:
         raise UsageError("policies: name at least one policy")
     found = {}

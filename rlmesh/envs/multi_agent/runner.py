@@ -58,7 +58,8 @@ class MultiAgentEnvRunner(RunnerBase):
         policies: see `policy_specs`; a spec's ``config`` replaces entries of ``policy_config``.
         policy_mapping_fn: see `PolicyMapping`.
         policy_configs: settings by policy, in place of ``policy_config`` and those of the specs.
-        connectors: applied to the observations and rewards of each agent; see `AgentConnectors`.
+        connectors: applied to the observations and rewards of each agent, or a dict of them by policy; see
+            `AgentConnectors`.
         vectorize_mode: ``local`` steps environments in this process, ``async`` each in a process of its own.
         num_envs, rollout_fragment_length, …: as of `EnvRunner`.
 
@@ -73,7 +74,8 @@ class MultiAgentEnvRunner(RunnerBase):
         env_config: Mapping[str, Any] | None = None, num_envs: int = 1, rollout_fragment_length: int = 200,
         seed: int | None = None, worker_index: int = 0, num_workers: int = 0, start: int = 0, new_obs: bool = True,
         infos: bool = True, explore: bool = True, restart_failed_sub_environments: bool = True,
-        vectorize_mode: str = "local", connectors: Iterable[Connector] = (), learn_connectors: bool = True,
+        vectorize_mode: str = "local", connectors: Iterable[Connector] | Mapping[str, Iterable[Connector]] = (),
+        learn_connectors: bool = True,
         max_sequence_length: int = SEQUENCE_LENGTH,
     ) -> None:  # fmt: skip
         super().__init__(
@@ -105,7 +107,7 @@ class MultiAgentEnvRunner(RunnerBase):
             config = dict((policy_configs or {}).get(name) or {**(policy_config or {}), **(spec.config or {})})
             space = self.connectors.space(name)
             self.policy_map[name] = self._policy(name, spec, policy_class, config, space, spaces[name][1])
-            rewards_of = partial(self.connectors.rewards, name) if self.connectors else None
+            rewards_of = partial(self.connectors.rewards, name) if self.connectors.has(name) else None
             book[name] = PolicyRows(self.policy_map[name], rows[name], infos=infos, rewards_of=rewards_of)
         self._book = EpisodeBook(
             book, self.mapping, num_envs, self._first_id, self, self.connectors, infos=infos,

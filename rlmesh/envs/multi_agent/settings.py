@@ -34,8 +34,14 @@ def multi_agent_problems(values: Mapping[str, Any]) -> list[str]:
             found += [
                 f"policies_to_train: there is no policy {name!r}.{did_you_mean(str(name), specs)}"
                 for name in to_train
-                if name not in specs
+                if not isinstance(name, str) or name not in specs
             ]
+    if isinstance(values["connectors"], Mapping):
+        found += [
+            f"connectors: there is no policy {name!r}.{did_you_mean(str(name), specs)}"
+            for name in values["connectors"]
+            if name not in specs
+        ]
     if values["count_steps_by"] not in STEPS:
         hint = did_you_mean(str(values["count_steps_by"]), STEPS)
         found.append(f"count_steps_by: there is no {values['count_steps_by']!r}.{hint}")

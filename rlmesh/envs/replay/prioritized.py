@@ -8,9 +8,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from rlmesh.envs.replay.priority_tree import PriorityTree
+from rlmesh.envs.replay.priorities import Priorities, number_of_priorities
 from rlmesh.envs.replay.uniform import ReplayBuffer
-from rlmesh.errors import UsageError
 
 __all__ = ["PrioritizedReplayBuffer"]
 
@@ -24,29 +23,24 @@ class PrioritizedReplayBuffer(ReplayBuffer):
 
     Args:
         capacity, seed, n_step, gamma, ignored: as in `ReplayBuffer`.
-        alpha: exponent α of priorities; 0 samples uniformly.
+        alpha: exponent α of priorities, from 0, which samples uniformly, to 1.
         beta: exponent β of importance weights; 1 corrects the bias fully.
-        eps: added to each priority, so that no transition is lost.
+        eps: added to each priority, so that no transition is lost; at most 1.
 
     Raises:
         UsageError: a number is out of range.
     """
 
+    alpha, beta, eps = (number_of_priorities(name) for name in ("alpha", "beta", "eps"))
+
     def __init__(
         self, capacity: int, *, alpha: float = 0.6, beta: float = 0.4, eps: float = 1e-6, **options: Any
     ) -> None:
         super().__init__(capacity, **options)
-        if alpha < 0 or not 0 <= beta <= 1 or eps <= 0:
-            raise UsageError(
-                f"PrioritizedReplayBuffer: alpha must be at least 0, beta from 0 to 1, and eps above 0, not {alpha}, "
-                f"{beta} and {eps}"
-            )
-        self.alpha, self.beta, self.eps = float(alpha), float(beta), float(eps)
-        self._tree = PriorityTree(self.capacity)
-        self._largest = 1.0
+        self.priorities = Priorities(type(self).__name__, self.capacity, alpha=alpha, beta=beta, eps=eps)
 
     def _written(self, positions: NDArray[np.int64]) -> None:
-        self._tree.set(positions, np.full(len(positions), self._largest**self.alpha))
+        self.priorities.add(positions)
 
     def sample(self, count: int, beta: float | None = None) -> dict[str, Any]:
         """``count`` transitions with ``weights`` [n] (float32, at most 1) and their numbers ``batch_indexes`` [n].
@@ -59,14 +53,8 @@ class PrioritizedReplayBuffer(ReplayBuffer):
             UsageError: the buffer is empty, or ``beta`` is out of range.
         """
         self._fail_if_empty()
-        beta = self.beta if beta is None else float(beta)
-        if not 0 <= beta <= 1:
-            raise UsageError(f"PrioritizedReplayBuffer: beta must be from 0 to 1, not {beta}")
-        positions = self._tree.find((np.arange(count) + self._random.random(count)) / max(count, 1))
-        # The largest weight belongs to the least priority, so N and the total cancel.
-        weights = (self._tree.get(positions) / self._tree.least) ** -beta
-        batch = self._batch(self.oldest + (positions - self.oldest) % self.capacity)
-        return {**batch, "weights": weights.astype(np.float32)}
+        positions, weights = self.priorities.draw(count, self._random, beta)
+        return {**self._batch(self.oldest + (positions - self.oldest) % self.capacity), "weights": weights}
 
     def update_priorities(self, batch_indexes: ArrayLike, priorities: ArrayLike) -> int:
         """Set the priorities of sampled transitions, usually to their absolute TD errors.
@@ -83,35 +71,11 @@ class PrioritizedReplayBuffer(ReplayBuffer):
         Raises:
             UsageError: lengths differ, or a priority is negative or not finite; nothing is set then.
         """
-        numbers = np.asarray(batch_indexes, np.int64).reshape(-1)
-        values = np.asarray(priorities, np.float64).reshape(-1)
-        if len(numbers) != len(values):
-            raise UsageError(f"update_priorities: {len(numbers)} batch_indexes, but {len(values)} priorities")
-        bad = ~(np.isfinite(values) & (values >= 0))
-        if bad.any():
-            at = int(np.flatnonzero(bad)[0])
-            raise UsageError(
-                f"update_priorities: priority {at} is {values[at]}; priorities are finite and at least 0, such as "
-                "absolute TD errors. A value that is not finite usually means that the loss has diverged"
-            )
-        if len(numbers) and numbers.max() >= self.added:
-            raise UsageError(
-                f"update_priorities: batch_indexes has {numbers.max()}, but only {self.added} transitions were added"
-            )
-        stored = numbers >= self.oldest
-        values = values[stored] + self.eps
-        if len(values):
-            self._tree.set(numbers[stored] % self.capacity, values**self.alpha)
-            self._largest = max(self._largest, float(values.max()))
-        return len(values)
+        return self.priorities.update(batch_indexes, priorities, oldest=self.oldest, added=self.added)
 
     def state(self) -> dict[str, Any]:
         """The state of `ReplayBuffer`, with priorities."""
-        order = np.arange(self.oldest, self.added) % self.capacity
-        return {**super().state(), "priorities": self._tree.get(order), "largest": self._largest}
+        return {**super().state(), **self.priorities.state(np.arange(self.oldest, self.added) % self.capacity)}
 
     def _restored(self, state: Mapping[str, Any], kept: int) -> None:
-        self._tree = PriorityTree(self.capacity)
-        priorities = np.asarray(state["priorities"], np.float64)
-        self._tree.set(np.arange(self.oldest, self.added) % self.capacity, priorities[len(priorities) - kept :])
-        self._largest = float(state["largest"])
+        self.priorities.restore(state, np.arange(self.added - kept, self.added) % self.capacity)

@@ -85,13 +85,19 @@ class SequenceReplayBuffer(ReplayBuffer):
             UsageError: no stored step may begin a sequence.
         """
         self._fail_if_empty()
+        drawn = self._random.integers(self._starts_dropped, self._starts_added, count)
+        return self._sequences(self._starts[drawn % self.capacity])
+
+    def _fail_if_empty(self) -> None:
+        super()._fail_if_empty()
         if self._starts_added == self._starts_dropped:
             raise UsageError(
-                f"SequenceReplayBuffer: none of the {len(self)} stored steps begins a sequence, since no t is a "
+                f"{type(self).__name__}: none of the {len(self)} stored steps begins a sequence, since no t is a "
                 f"multiple of stride={self.stride}; add more steps, or choose a smaller stride"
             )
-        drawn = self._random.integers(self._starts_dropped, self._starts_added, count)
-        first = self._starts[drawn % self.capacity]
+
+    def _sequences(self, first: NDArray[np.int64]) -> dict[str, Any]:
+        """The sequences that begin with the rows of these numbers."""
         assert self._links is not None
         rows, there = self._links.walk(first, self.burn_in + self.length, self.oldest)
         flat = self._store.read(rows % self.capacity, tuple(self._names - set(self.state_columns)))

@@ -86,7 +86,7 @@ class EnvRunner(RunnerBase):
         self._vector = self._vector_of(env_creator, num_envs, vectorize_mode, restart_failed_sub_environments)
         self.num_envs = self._vector.size
         spaces = self._vector.rows.space
-        self.connectors = ConnectorPipeline(connectors, spaces, self.num_envs, learn=learn_connectors)
+        self.connectors = self._connectors_of(connectors, spaces, learn_connectors)
         config = self._with_seeds(dict(policy_config or {}), seed)
         self.policy = policy_class(self.observation_space, self._vector.action_space, config)
         self.policy_map: dict[str, Policy] = {DEFAULT_POLICY: self.policy}
@@ -98,6 +98,9 @@ class EnvRunner(RunnerBase):
         self._eps_id = np.zeros(self.num_envs, np.int64)
         self._t = np.zeros(self.num_envs, np.int64)
         self._returns = np.zeros(self.num_envs)
+
+    def _connectors_of(self, connectors: Iterable[Connector], space: Any, learn: bool) -> ConnectorPipeline:
+        return ConnectorPipeline(connectors, space, self.num_envs, learn=learn)
 
     @property
     def observation_space(self) -> Any:

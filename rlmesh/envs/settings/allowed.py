@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from itertools import pairwise
 from numbers import Integral, Real
 from typing import Any
@@ -14,8 +14,8 @@ import numpy as np
 from rlmesh.envs.environments.registry import did_you_mean
 
 __all__ = [
-    "DICT", "FLAG", "SHARE", "Allowed", "faults_of", "list_of", "number", "one_of", "optional", "plain", "schedule",
-    "whole",
+    "DICT", "FLAG", "SHARE", "WEIGHT", "Allowed", "faults_of", "list_of", "number", "one_of", "optional", "plain",
+    "schedule", "whole",
 ]  # fmt: skip
 
 
@@ -27,26 +27,49 @@ class Allowed:
         text: the values in words, as errors say them.
         accepts: True for a value that is allowed; a value of a strange type may raise TypeError or ValueError.
         names: of settings that are a choice: the names, of which errors tell the nearest one.
+        nearest: the allowed value that is nearest to one that is not; None if there is no such value.
     """
 
     text: str
     accepts: Callable[[Any], bool]
     names: tuple[str, ...] = ()
+    nearest: Callable[[Any], Any] = field(default=lambda value: None)
 
-    def fault(self, name: str, value: Any) -> str | None:
-        """The error text for a setting with a value that is not allowed; None for one that is."""
+    def fault(self, name: str, value: Any, default: Any = None) -> str | None:
+        """The error text for a setting with a value that is not allowed; None for one that is.
+
+        Args:
+            default: the default of the setting, which the text tells if no allowed value is the nearest one.
+        """
         try:
             if self.accepts(value):
                 return None
-        except (TypeError, ValueError):
+        except (TypeError, ValueError, OverflowError):
             pass
-        hint = f".{did_you_mean(str(value), self.names, listed=False)}" if self.names else ""
+        if self.names:
+            hint = f".{did_you_mean(str(value), self.names, listed=False)}"
+        elif (nearest := self.nearest(value)) is not None:
+            hint = f"; the nearest is {nearest!r}"
+        else:
+            hint = f"; the default is {default!r}" if _is(default, Real) and _is(value, Real) else ""
         return f"{name}: {self.text}, not {value!r}{hint}"
 
 
-def whole(least: int) -> Allowed:
-    """Whole numbers from ``least`` on."""
-    return Allowed(f"a whole number of at least {least}", lambda value: _is(value, Integral) and value >= least)
+def whole(least: int, most: int | None = None) -> Allowed:
+    """Whole numbers from ``least`` on, up to ``most``."""
+
+    def accepts(value: Any) -> bool:
+        return bool(_is(value, Integral) and value >= least and (most is None or value <= most))
+
+    def nearest(value: Any) -> int | None:
+        if not _is(value, Real) or math.isnan(value):
+            return None
+        if value <= least:
+            return least
+        return most if most is not None and value >= most else round(value) if math.isfinite(value) else None
+
+    text = f"of at least {least}" if most is None else f"between {least} and {most}"
+    return Allowed(f"a whole number {text}", accepts, nearest=nearest)
 
 
 def number(least: float = -math.inf, most: float = math.inf, *, above: bool = False, endless: bool = False) -> Allowed:
@@ -64,11 +87,17 @@ def number(least: float = -math.inf, most: float = math.inf, *, above: bool = Fa
         fits = _is(value, Real) and (least < value if above else least <= value) and value <= most
         return bool(fits and (endless or math.isfinite(value)))
 
-    return Allowed(f"a number {text}", accepts)
+    def nearest(value: Any) -> float | None:
+        if not _is(value, Real) or math.isnan(value):
+            return None
+        bound = most if value > most or value == math.inf else least
+        return bound if accepts(bound) and math.isfinite(bound) else None
+
+    return Allowed(f"a number {text}", accepts, nearest=nearest)
 
 
 def schedule(constant: Allowed, points: Allowed | None = None) -> Allowed:
-    """A constant, or points ``[[0, value], [step, value], …]`` with growing steps, whose values are like it.
+    """A constant, or two and more points ``[[0, value], [step, value], …]`` with growing steps and values like it.
 
     Args:
         points: what values of points may be, if that differs.
@@ -78,16 +107,25 @@ def schedule(constant: Allowed, points: Allowed | None = None) -> Allowed:
         if constant.accepts(value):
             return True
         steps, values = zip(*value, strict=True)
-        grows = steps[0] == 0 and all(a < b for a, b in pairwise(steps)) and math.isfinite(steps[-1])
+        grows = len(steps) > 1 and steps[0] == 0 and all(a < b for a, b in pairwise(steps)) and math.isfinite(steps[-1])
         return grows and all(_is(step, Real) for step in steps) and all(map((points or constant).accepts, values))
 
+    def nearest(value: Any) -> Any:
+        if isinstance(value, list | tuple) and len(value) == 1 and len(value[0]) == 2 and constant.accepts(value[0][1]):
+            return value[0][1]  # one point is a constant
+        return constant.nearest(value)
+
     other = f" (value: {points.text})" if points else ""
-    return Allowed(f"{constant.text}, or points [[0, value], [step, value], …]{other} with growing steps", accepts)
+    text = f"{constant.text}, or points [[0, value], [step, value], …]{other} with growing steps"
+    return Allowed(text, accepts, nearest=nearest)
 
 
 def optional(allowed: Allowed) -> Allowed:
     """The same values, and None."""
-    return Allowed(f"{allowed.text}, or None", lambda value: value is None or allowed.accepts(value), allowed.names)
+    return Allowed(
+        f"{allowed.text}, or None", lambda value: value is None or allowed.accepts(value), allowed.names,
+        allowed.nearest,
+    )  # fmt: skip
 
 
 def one_of(*names: str) -> Allowed:
@@ -103,6 +141,8 @@ def list_of(allowed: Allowed, text: str) -> Allowed:
 FLAG = Allowed("True or False", lambda value: isinstance(value, bool))
 DICT = Allowed("a dict", lambda value: isinstance(value, Mapping))
 SHARE = number(0, 1, above=True)
+WEIGHT = number(0, 1_000_000)
+"""The weight of a part of a loss; 0 leaves the part out."""
 
 
 def plain(value: Any) -> Any:
@@ -111,16 +151,20 @@ def plain(value: Any) -> Any:
 
 
 def faults_of(
-    values: Mapping[str, Any], allowed: Mapping[str, Allowed], names: Iterable[str] | None = None, prefix: str = ""
-) -> list[str]:
+    values: Mapping[str, Any], allowed: Mapping[str, Allowed], prefix: str = "",
+    defaults: Mapping[str, Any] | None = None,
+) -> list[str]:  # fmt: skip
     """The faults of settings that have a rule, one text each.
 
     Args:
-        names: of these settings alone.
         prefix: before the name of the setting in the text.
+        defaults: of the settings.
     """
-    chosen = [name for name in (values if names is None else names) if name in values and name in allowed]
-    faults = [allowed[name].fault(f"{prefix}{name}", plain(values[name])) for name in chosen]
+    faults = [
+        allowed[name].fault(f"{prefix}{name}", plain(value), (defaults or {}).get(name))
+        for name, value in values.items()
+        if name in allowed
+    ]
     return [fault for fault in faults if fault is not None]
 
 

@@ -28,7 +28,7 @@ class Correction:
 
     Attributes:
         level: scope of a weight.
-        upper: upper bound of the weight, ≥ 1.
+        upper: upper bound of the weight, ≥ 1; infinity: no bound.
         lower: lower bound in [0, 1], or ``None`` for no bound.
         beyond: action beyond the bounds. ``"truncate"``: the weight is set to the bound (truncated importance
             sampling, Ionides 2008; for engines: Yao et al. 2025). ``"mask"``: the token or sequence leaves the batch.
@@ -49,7 +49,7 @@ class Correction:
             raise ValueError(f"unknown level {self.level!r}: use one of {', '.join(get_args(Level))}")
         if self.beyond not in ("truncate", "mask"):
             raise ValueError(f"beyond must be 'truncate' or 'mask', got {self.beyond!r}")
-        if self.upper < 1 or (self.lower is not None and not 0 <= self.lower <= 1):
+        if not self.upper >= 1 or (self.lower is not None and not 0 <= self.lower <= 1):
             raise ValueError(f"upper must be ≥ 1 and lower in [0, 1] or None, got {self.upper} and {self.lower}")
         if self.reject_below is not None and not 0 < self.reject_below < 1:
             raise ValueError(f"reject_below must be in (0, 1) or None, got {self.reject_below}")
@@ -61,13 +61,19 @@ def choice_faults(name: str, value: Any, choices: Any) -> Iterator[str]:
         yield f"{name}={value!r}: use one of {', '.join(map(str, get_args(choices)))}"
 
 
-def number_faults(least: float = 0, **numbers: Any) -> Iterator[str]:
-    """One sentence per setting that is no finite number of at least ``least``."""
+MOST_WEIGHT = 1_000_000
+"""The largest weight of a part of a loss."""
+
+
+def number_faults(least: float = 0, most: float = math.inf, **numbers: Any) -> Iterator[str]:
+    """One sentence per setting that is no finite number from ``least`` to ``most``."""
     for name, value in numbers.items():
         if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
             yield f"{name}={value!r} must be a number"
         elif value < least:
             yield f"{name}={value!r} must be ≥ {least:g}"
+        elif value > most:
+            yield f"{name}={value!r} must be ≤ {most:g}"
 
 
 def clip_faults(clip_low: Any, clip_high: Any, dual_clip: Any) -> Iterator[str]:
@@ -78,3 +84,9 @@ def clip_faults(clip_low: Any, clip_high: Any, dual_clip: Any) -> Iterator[str]:
         yield from number_faults(clip_high=clip_high)
     if dual_clip is not None and (next(number_faults(1, dual_clip=dual_clip), "") or dual_clip == 1):
         yield f"dual_clip={dual_clip!r} must be a number > 1, or None for none"
+
+
+def correction_faults(correction: Any) -> Iterator[str]:
+    """A fault if a setting is neither a `Correction`, nor None."""
+    if correction is not None and not isinstance(correction, Correction | str):  # a text names the level
+        yield f"correction={correction!r}: use one of {', '.join(get_args(Level))}, Correction(…), or None for none"

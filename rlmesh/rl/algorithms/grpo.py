@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from rlmesh.rl.algorithms.choices import (
+    MOST_WEIGHT,
     Aggregation,
     Correction,
     KLEstimator,
     Level,
     choice_faults,
     clip_faults,
+    correction_faults,
     number_faults,
 )
 from rlmesh.rl.algorithms.protocol import Algorithm, Evaluated, Need, Normalisers, PolicyLoss, TokenWeights
@@ -95,21 +98,24 @@ class GRPO(Algorithm):
             *choice_faults("advantage", self.advantage, Advantage),
             *choice_faults("loss", self.loss, Loss),
             *choice_faults("kl_estimator", self.kl_estimator, KLEstimator),
-            *number_faults(kl=self.kl, entropy=self.entropy),
+            *number_faults(0, MOST_WEIGHT, kl=self.kl, entropy=self.entropy),
+            *correction_faults(self.correction),
             *clip_faults(self.clip_low, self.clip_high, self.dual_clip),
         ]
         if self.aggregation is not None:
             faults += choice_faults("aggregation", self.aggregation, Aggregation)
         if self.samples < 2 and self.advantage not in ("remax", "reinforce++"):
             faults.append(f"samples={self.samples}: at least 2 responses per prompt, or there is nothing to compare")
-        if next(number_faults(eps=self.eps), "") or self.eps == 0:
-            faults.append(f"eps={self.eps!r} must be a number > 0")
+        if next(number_faults(0, 1, eps=self.eps), "") or self.eps == 0:
+            faults.append(f"eps={self.eps!r} must be a number > 0 and ≤ 1")
         if self.constant is not None and (next(number_faults(constant=self.constant), "") or self.constant == 0):
             faults.append(f"constant={self.constant!r} must be a number > 0")
         if not faults and (self._aggregation == "constant") != (self.constant is not None):
             faults.append(f"constant={self.constant}: the aggregation 'constant', and no other, takes it (> 0)")
-        if self.advantage == "pass_at_k" and not 1 <= self.k <= self.samples:
-            faults.append(f"k={self.k}: from 1 to samples={self.samples}")
+        most = self.samples if self.advantage == "pass_at_k" else math.inf  # the others do not read k
+        k: Any = self.k
+        if isinstance(k, bool) or not isinstance(k, int) or not 1 <= k <= most:
+            faults.append(f"k={self.k!r}: a whole number from 1 to samples={self.samples}")
         if not faults and self.dual_clip is not None and PRESETS[self.loss].policy_loss != "ppo":
             faults.append(f"dual_clip={self.dual_clip}: the loss {self.loss!r} has no dual clip")
         pair: Any = self.overlong

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from rlmesh.rl.algorithms.choices import number_faults
 from rlmesh.rl.algorithms.protocol import Algorithm, Evaluated, Need, Normalisers, Responses, TokenWeights
 
 __all__ = ["DPO", "RewardModelling"]
+
+MOST_BETA = 1000
 
 
 @dataclass(frozen=True)
@@ -22,8 +25,8 @@ class DPO(Algorithm):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.beta <= 0:
-            raise ValueError(f"DPO: beta={self.beta} must be > 0")
+        if next(number_faults(0, MOST_BETA, beta=self.beta), "") or self.beta == 0:
+            raise ValueError(f"DPO: beta={self.beta} must be > 0 and ≤ {MOST_BETA}")
 
     @property
     def responses(self) -> Responses:

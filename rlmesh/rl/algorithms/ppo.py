@@ -7,12 +7,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from rlmesh.rl.algorithms.choices import (
+    MOST_WEIGHT,
     Aggregation,
     Correction,
     KLEstimator,
     Level,
     choice_faults,
     clip_faults,
+    correction_faults,
     number_faults,
 )
 from rlmesh.rl.algorithms.grpo import aggregated
@@ -59,7 +61,8 @@ class _TokenLevel(Algorithm):
             object.__setattr__(self, "correction", Correction(self.correction))
         faults = [
             *choice_faults("kl_estimator", self.kl_estimator, KLEstimator),
-            *number_faults(kl=self.kl, kl_loss=self.kl_loss, entropy=self.entropy),
+            *number_faults(0, MOST_WEIGHT, kl=self.kl, kl_loss=self.kl_loss, entropy=self.entropy),
+            *correction_faults(self.correction),
             *clip_faults(self.clip_low, self.clip_high, self.dual_clip),
         ]
         if next(number_faults(gamma=self.gamma), "") or self.gamma > 1:

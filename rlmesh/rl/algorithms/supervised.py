@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
+from rlmesh.rl.algorithms.choices import number_faults
 from rlmesh.rl.algorithms.protocol import Algorithm, Evaluated, Need, Normalisers, Responses, TokenWeights
 
 __all__ = ["SFT", "BehaviourCloning", "OnPolicyDistillation"]
@@ -36,6 +38,11 @@ class BehaviourCloning(Algorithm):
 
     samples: int = 8
     at_least: float = 1.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if fault := next(number_faults(-math.inf, at_least=self.at_least), ""):
+            raise ValueError(f"BehaviourCloning: {fault}, which rewards can reach")
 
     @property
     def reads_log_probs(self) -> bool:

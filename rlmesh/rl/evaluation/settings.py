@@ -7,7 +7,10 @@ from dataclasses import dataclass
 
 from rlmesh.rl.faults import too_small
 
-__all__ = ["RewardAlarmSettings", "SampleSettings", "ValidationSettings"]
+__all__ = ["COLDEST", "HOTTEST", "RewardAlarmSettings", "SampleSettings", "ValidationSettings"]
+
+COLDEST, HOTTEST = 0.01, 100
+"""Temperatures of sampling: below, the softmax overflows; above, all tokens are as likely as each other."""
 
 
 @dataclass(frozen=True)
@@ -32,6 +35,8 @@ class ValidationSettings:
         """One sentence per fault."""
         yield from too_small(self, 1, "samples")
         yield from too_small(self, 0, "temperature")
+        if self.temperature is not None and self.temperature > 0 and not COLDEST <= self.temperature <= HOTTEST:
+            yield f"temperature={self.temperature} must be in [{COLDEST}, {HOTTEST}], or 0 for greedy responses"
         if self.samples > 1 and self.temperature == 0:
             yield f"temperature=0 gives {self.samples} equal responses: set samples=1, or a temperature > 0"
 

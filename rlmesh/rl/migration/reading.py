@@ -8,12 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from rlmesh.errors import UsageError
-from rlmesh.rl.faults import did_you_mean
+from rlmesh.rl.faults import did_you_mean, value_of
 from rlmesh.rl.migration import trl, verl
 from rlmesh.rl.migration.keys import Conversion, flattened
 from rlmesh.rl.trainers.config_files import read_values, settings_fault
 from rlmesh.rl.trainers.config_reader import as_mapping, read_run
-from rlmesh.rl.trainers.settings import parsed
 
 __all__ = ["SOURCES", "converted", "load_converted"]
 
@@ -69,7 +68,7 @@ def converted(config: Any, source: str, overrides: Sequence[str] = ()) -> Conver
 
 def _parsed(overrides: Sequence[str]) -> dict[str, Any]:
     pairs = [text.partition("=") for text in overrides]
-    return {name.strip(): parsed(value.strip()) for name, _, value in pairs}
+    return {name.strip(): value_of(value.strip()) for name, _, value in pairs}
 
 
 def _plain(config: Any) -> dict[str, Any]:

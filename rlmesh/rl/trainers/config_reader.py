@@ -13,12 +13,13 @@ from types import SimpleNamespace
 from typing import Any, get_args, get_origin, get_type_hints
 
 from rlmesh.errors import UsageError
+from rlmesh.rl.faults import value_of
 from rlmesh.rl.rewards.model import RewardModel
 from rlmesh.rl.rewards.reward import Reward
 from rlmesh.rl.trainers.named import find_algorithm, find_reward, imported_parts
 from rlmesh.rl.trainers.preflight import QUICK, quick_faults
 from rlmesh.rl.trainers.run import Run
-from rlmesh.rl.trainers.settings import checked, keys_of, kind_named, parsed, unknown_key
+from rlmesh.rl.trainers.settings import as_list, checked, keys_of, kind_named, unknown_key
 
 __all__ = ["as_mapping", "read_run"]
 
@@ -106,7 +107,7 @@ class _SettingsReader:
                 return
             place[name] = dict(inner or {})
             place = place[name]
-        place[last] = parsed(value.strip())
+        place[last] = value_of(value.strip())
 
     def run(self, values: Mapping[str, Any]) -> Run | None:
         algorithm = self.algorithm(values["algorithm"]) if "algorithm" in values else None
@@ -167,6 +168,7 @@ class _SettingsReader:
                 return made if len(self.faults) == before else _WRONG
         if isinstance(given, list) and get_origin(_without_none(kind)) is tuple:
             given = tuple(given)
+        given = as_list(given, kind)
         if not checked(given, kind):
             self.faults.append(f"{place}={given!r} must be {kind_named(kind)}")
             return _WRONG

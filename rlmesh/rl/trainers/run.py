@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from rlmesh.errors import UsageError
 from rlmesh.rl.evaluation.settings import RewardAlarmSettings, SampleSettings, ValidationSettings
-from rlmesh.rl.faults import too_small
+from rlmesh.rl.faults import MOST_PROCESSES, MOST_THREADS, too_large, too_small
 from rlmesh.rl.rewards.model import RewardModel
 from rlmesh.rl.rewards.reward import Reward
 from rlmesh.rl.rollout.episodes.plan import EpisodePlan
@@ -273,6 +273,9 @@ class Run:
         counts = ("steps", "batch_size", "max_prompt_tokens", "save_every", "keep_last", "nodes", "reward_workers")
         yield from too_small(self, 1, *counts)
         yield from too_small(self, 0, "validate_every", "devices_per_node", "examine", "seed")
+        yield from too_large(self, MOST_PROCESSES, "nodes")
+        yield from too_large(self, MOST_THREADS, "devices_per_node", "reward_workers")
+        yield from too_large(self, 2**63 - 1, "seed")
         if lacking := sorted(self.algorithm.needs - set(NEEDS)):
             known, lacked = ", ".join(NEEDS), " and ".join(lacking)
             yield f"{type(self.algorithm).__name__} needs {lacked}, which no role gives: there is {known}"

@@ -4,7 +4,6 @@ once."""
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 import types
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -15,7 +14,8 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar, Union, get_args, get_or
 
 from rlmesh.errors import UsageError
 from rlmesh.rl.engines.lora import LoraOptions
-from rlmesh.rl.faults import too_small
+from rlmesh.rl.evaluation.settings import COLDEST, HOTTEST
+from rlmesh.rl.faults import MOST_PROCESSES, MOST_THREADS, too_large, too_small, value_of
 from rlmesh.rl.trainers.other_names import ELSEWHERE
 
 if TYPE_CHECKING:
@@ -38,6 +38,7 @@ Engine = Literal["ddp", "fsdp2", "zero1", "zero2", "zero3"]
 Placement = Literal["auto", "separate", "shared", "fused"]
 Precision = Literal["float32", "bfloat16"]
 T = TypeVar("T")
+LIST = 'a list, such as [1, 2] or ["a", "b"]'
 
 
 @dataclass(frozen=True)
@@ -82,7 +83,7 @@ class ActorSettings:
 
     Attributes:
         ranks: number of processes that train it together.
-        lr: peak learning rate of AdamW.
+        lr: peak learning rate of AdamW; 0: nothing is learnt.
         warmup_steps: steps over which the learning rate rises from 0.
         final_lr: the share of ``lr`` that is left at the last step; the rate falls linearly to it.
         weight_decay: weight decay of AdamW; norms and biases do not decay.
@@ -116,6 +117,9 @@ class ActorSettings:
         """One sentence per fault."""
         yield from too_small(self, 1, "ranks", "epochs", "minibatches", "token_budget")
         yield from too_small(self, 0, "lr", "warmup_steps", "weight_decay", "max_grad_norm", "threads")
+        yield from too_large(self, 1, "lr", "weight_decay")
+        yield from too_large(self, MOST_PROCESSES, "ranks")
+        yield from too_large(self, MOST_THREADS, "threads")
         if not 0 <= self.final_lr <= 1:
             yield f"final_lr={self.final_lr} must be in [0, 1]: a share of lr"
         yield from (f"lora.{fault}" for fault in self.lora.faults())
@@ -224,6 +228,8 @@ class RolloutSettings:
         """One sentence per fault."""
         yield from too_small(self, 0, "time_limit_s", "in_flight", "refill", "threads")
         yield from too_small(self, 1, "oversampling", "engines", "max_tokens")
+        yield from too_large(self, MOST_PROCESSES, "engines")
+        yield from too_large(self, MOST_THREADS, "threads")
         if not 0 < self.deadline_s < float("inf"):
             yield f"deadline_s={self.deadline_s} must be a number of seconds > 0"
         if self.time_limit_s >= self.deadline_s:
@@ -232,6 +238,8 @@ class RolloutSettings:
             yield f"oversampling={self.oversampling} is for dynamic_sampling: without it every group is trained"
         if self.temperature <= 0:
             yield f"temperature={self.temperature} must be > 0: a policy is trained on what it samples"
+        elif not COLDEST <= self.temperature <= HOTTEST:
+            yield f"temperature={self.temperature} must be in [{COLDEST}, {HOTTEST}]"
         if not 0 < self.top_p <= 1:
             yield f"top_p={self.top_p} must be in (0, 1]; 1: all tokens"
         if self.top_k < 0:
@@ -279,7 +287,7 @@ class RolloutSettings:
 def apply_overrides(settings: T, overrides: Sequence[str]) -> T:
     """Replace values of settings by ``section.key=value`` texts.
 
-    A value is read as JSON where that is possible (numbers, true, false, null, lists), and is a text otherwise.
+    Values are read by `rlmesh.rl.faults.value_of`: numbers, true, false, null, lists, and otherwise texts.
 
     Raises:
         UsageError: lists all faults: texts without ``=``, unknown keys with the nearest right one, wrong types.
@@ -291,7 +299,7 @@ def apply_overrides(settings: T, overrides: Sequence[str]) -> T:
             faults.append(f"{text!r} is no setting: write section.key=value")
             continue
         try:
-            settings = _replaced(settings, path.strip().split("."), parsed(value.strip()), path.strip(), settings)
+            settings = _replaced(settings, path.strip().split("."), value_of(value.strip()), path.strip(), settings)
         except (UsageError, ValueError) as error:
             faults.append(str(error))
     if faults:
@@ -315,6 +323,15 @@ def checked(value: Any, kind: Any) -> bool:
         return isinstance(value, int) and not isinstance(value, bool)
     plain = origin or kind
     return isinstance(value, plain) if isinstance(plain, type) else True
+
+
+def as_list(value: Any, kind: Any) -> Any:
+    """A text such as ``a, b`` as a list, if the type is one of lists of texts, and not of texts too."""
+    kinds = get_args(kind) if get_origin(kind) in (Union, types.UnionType) else (kind,)
+    of_texts = any(get_origin(one) is Sequence and get_args(one) == (str,) for one in kinds)
+    if not isinstance(value, str) or str in kinds or not of_texts:
+        return value
+    return [part for each in value.split(",") if (part := each.strip())]
 
 
 def wrong_types(settings: Any, where: str, but: Collection[str] = ()) -> Iterator[str]:
@@ -381,17 +398,10 @@ def _replaced(settings: Any, path: list[str], value: Any, whole: str, root: Any)
         return dataclasses.replace(settings, **{name: _replaced(current, rest, value, whole, root)})
     if not dataclasses.is_dataclass(current) or not isinstance(value, Mapping):
         kind = get_type_hints(type(settings))[name]
+        value = as_list(value, kind)
         if not checked(value, kind):
             raise UsageError(f"{whole}={value!r} must be {kind_named(kind)}")
     return dataclasses.replace(settings, **{name: value})
-
-
-def parsed(text: str) -> Any:
-    """Parse a text as JSON if that is possible; otherwise the text itself is the value."""
-    try:
-        return json.loads(text)
-    except ValueError:
-        return text
 
 
 def kind_named(kind: Any) -> str:
@@ -402,6 +412,6 @@ def kind_named(kind: Any) -> str:
         return " or ".join(kind_named(one) for one in get_args(kind))
     names = {
         int: "a whole number", float: "a number", bool: "true or false", str: "a text", type(None): "null",
-        Sequence: "a list", tuple: "a list", Mapping: "a mapping",
+        Sequence: LIST, tuple: LIST, Mapping: "a mapping",
     }  # fmt: skip
     return names.get(get_origin(kind) or kind, getattr(kind, "__name__", str(kind)))

@@ -232,3 +232,49 @@ def test_connectors_that_do_not_fit_are_refused() -> None:
         config.build()
     with pytest.raises(UsageError, match="connectors: a list of objects"):
         ppo(["FrameStack"]).build()  # type: ignore[list-item]
+
+
+def test_policies_may_have_connectors_of_their_own(tmp_path: Path) -> None:
+    connectors: Any = {"left": [FrameStack(2), ObservationNormalizer()], "right": []}
+    config = ppo(connectors, lambda context: Turns()).multi_agent(policies={"left", "right"})
+    with config.build() as one, config.build() as other:
+        assert one.get_policy("left").observation_space.shape == (4,)
+        assert one.get_policy("right").observation_space.shape == (2,)
+        one.train()
+        assert set(one.env_runner.connectors.shared_state()["right"]) == set()
+        one.save(tmp_path / "checkpoint")
+        results = [one.train()]
+        other.restore(tmp_path / "checkpoint")
+        results.append(other.train())
+        assert results[0]["learners"] == results[1]["learners"]
+        assert one.evaluate()["env_runners"]["num_episodes"] == 10
+
+
+def test_observations_of_a_policy_without_connectors_are_those_of_the_environment() -> None:
+    plain = runner_of([ALTERNATING]).sample(40)
+    mapped: Any = {"even": [FrameStack(2), RewardClip(0, 2)]}
+    policies = {"even", "odd"}
+    runner = MultiAgentEnvRunner(
+        lambda context: Scripted([ALTERNATING]), Anything, connectors=mapped, policies=policies, seed=3,
+        policy_mapping_fn=lambda agent_id, episode: "odd" if agent_id == "b" else "even",
+    )  # fmt: skip
+    batch = runner.sample(40)
+    assert np.array_equal(batch["odd"]["obs"], plain["odd"]["obs"])
+    assert np.array_equal(batch["odd"]["rewards"], plain["odd"]["rewards"])
+    assert "env_rewards" in batch["even"] and "env_rewards" not in batch["odd"]
+    assert batch["even"]["obs"].shape[1] == 4
+    assert np.array_equal(batch["even"]["obs"][:, 2:], plain["even"]["obs"])
+
+
+def test_a_mapping_of_connectors_names_policies_that_are_there() -> None:
+    config = ppo({"lefft": [RewardClip()]}, lambda context: Turns())  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match=r"connectors: there is no policy 'lefft'. Did you mean 'left'"):
+        config.copy().multi_agent(policies={"left", "right"}).build()
+    with pytest.raises(UsageError, match=r"connectors: a list .* or a dict of such lists by policy, not"):
+        config.copy().env_runners(connectors={"left": 3}).multi_agent(policies={"left", "right"}).build()
+    one = PPOConfig().environment("CartPole-v1").env_runners(connectors={"default_policy": [FrameStack(2)]})
+    with one.training(train_batch_size=64, minibatch_size=32).build() as algorithm:
+        assert algorithm.get_policy().observation_space.shape == (8,)
+        algorithm.train()
+    with pytest.raises(UsageError, match="connectors: there is no policy 'x'"):
+        one.copy().env_runners(connectors={"x": []}).build()

@@ -37,7 +37,7 @@ def refused(config: Any) -> str:
         ({"policies": {"a": PolicySpec(config={"train_batch_size": 1})}}, "'a' has no setting 'train_batch_size'"),
         (
             {"policies": {"a": PolicySpec(config={"lr": "fast"})}},
-            "policies: 'a': lr: a number of at least 0, or points",
+            "policies: 'a': lr: a number between 0 and 1, or points",
         ),
         ({"policies": {"a": PolicySpec(config={"num_env_runners": 2})}}, "'a' has no setting 'num_env_runners'"),
     ],

@@ -118,7 +118,7 @@ def test_all_faults_of_the_settings_come_at_once() -> None:
     with pytest.raises(UsageError) as raised:
         config.build()
     for text in (
-        "epsilon: a number", "tau: a number above 0", "n_step: a whole number of at least 1", "no key 'typ'",
+        "epsilon: a number", "tau: a number above 0", "n_step: a whole number between 1 and 10000", "no key 'typ'",
         "'type'", "alpha belongs to the type 'PrioritizedReplayBuffer'", "rollout_fragment_length: a whole number",
     ):  # fmt: skip
         assert text in str(raised.value)

@@ -9,7 +9,17 @@ import numpy as np
 import pytest
 import torch
 
-from rlmesh.envs import A2CConfig, APPOConfig, DQNConfig, IMPALAConfig, PGConfig, PPOConfig
+from rlmesh.envs import (
+    A2CConfig,
+    Algorithm,
+    APPOConfig,
+    DQNConfig,
+    IMPALAConfig,
+    PGConfig,
+    PPOConfig,
+    SACConfig,
+    TD3Config,
+)
 from rlmesh.envs.learners.recurrent.dqn import RecurrentDQNLearner
 from rlmesh.envs.modules.q_module import QModule
 from rlmesh.errors import UsageError
@@ -80,6 +90,49 @@ def dqn(seed: int = 0, **more: Any) -> Any:
 
 def test_dqn_with_memory_solves_the_task() -> None:
     with dqn().build() as algorithm:
+        while algorithm.env_steps_sampled < 6000:
+            algorithm.train()
+            if return_of(algorithm) >= GOAL:
+                return
+    raise AssertionError(f"the return was {return_of(algorithm)} after 6,000 steps")
+
+
+def test_the_weights_of_sequences_are_those_of_their_steps() -> None:
+    buffer = {"type": "PrioritizedSequenceReplayBuffer", "capacity": 4000, "replay_burn_in": 2, "eta": 0.8}
+    with dqn(replay_buffer_config=buffer, num_steps_sampled_before_learning_starts=100_000).build() as algorithm:
+        algorithm.train()
+        batch = algorithm.replay.sample(40)
+        batch["weights"] = np.linspace(0.1, 1, 40, dtype=np.float32)
+        loss = algorithm.learner.update(batch)["total_loss"]
+        errors = np.abs(algorithm.learner.td_errors)
+        losses = np.where(errors < 1, 0.5 * errors**2, errors - 0.5)
+        each = batch["weights"][np.nonzero(batch["learn_mask"])[0]]
+        assert len(each) == len(losses)
+        assert loss == pytest.approx((losses * each).mean(), rel=1e-5)
+
+
+@pytest.mark.parametrize("kind", [DQNConfig, SACConfig, TD3Config])
+def test_priorities_of_sequences_follow_their_errors_and_are_in_the_checkpoint(kind: Any, tmp_path: Path) -> None:
+    buffer = {"type": "PrioritizedSequenceReplayBuffer", "capacity": 4000, "replay_burn_in": 2, "eta": 0.8}
+    config = kind().environment("CartPole-v1" if kind is DQNConfig else "Pendulum-v1").debugging(seed=0)
+    config.training(replay_buffer_config=buffer, train_batch_size=20, num_steps_sampled_before_learning_starts=50)
+    config.rl_module(model_config={"use_lstm": True, "lstm_cell_size": 4, "fcnet_hiddens": (8,), "max_seq_len": 5})
+    config.env_runners(rollout_fragment_length=20).reporting(min_env_steps_per_iteration=100)
+    with config.build() as algorithm:
+        algorithm.train()
+        priorities = algorithm.replay.state()["priorities"]
+        assert len(np.unique(priorities[priorities > 0])) > 3
+        algorithm.save(tmp_path / "checkpoint")
+        algorithm.train()
+        wanted = algorithm.replay.state()["priorities"]
+    with Algorithm.from_checkpoint(tmp_path / "checkpoint") as algorithm:
+        algorithm.train()
+        assert np.array_equal(algorithm.replay.state()["priorities"], wanted)
+
+
+def test_dqn_with_memory_and_priorities_solves_the_task() -> None:
+    buffer = {"type": "PrioritizedSequenceReplayBuffer", "capacity": 4000, "replay_burn_in": 2}
+    with dqn(replay_buffer_config=buffer).build() as algorithm:
         while algorithm.env_steps_sampled < 6000:
             algorithm.train()
             if return_of(algorithm) >= GOAL:

@@ -291,7 +291,7 @@ class Plain(Learner):
     [
         ({"use_lstm": True, "use_attention": True}, "exclude each other"),
         ({"use_lsmt": True}, "Did you mean 'use_lstm'"),
-        ({"use_lstm": True, "lstm_cell_size": 0}, "lstm_cell_size: a whole number of at least 1, not 0"),
+        ({"use_lstm": True, "lstm_cell_size": 0}, "lstm_cell_size: a whole number between 1 and 1000000, not 0"),
         ({"use_attention": True, "attention_dim": 1.5}, "attention_dim: a whole number"),
         ({"use_lstm": True, "max_seq_len": 0}, "max_seq_len: a whole number"),
         ({"use_attention": True, "attention_memory_training": 4}, "must be equal"),

@@ -122,10 +122,10 @@ def test_replayed_sequences_begin_with_the_recorded_state(name: str, memory: str
         assert np.array_equal(replayed["obs"][i, :length], episode["obs"][start : start + length])
 
 
-@pytest.mark.parametrize("n_step", [1, 3])
+@pytest.mark.parametrize(("n_step", "weighted"), [(1, False), (3, False), (3, True)])
 @pytest.mark.parametrize("memory", MEMORIES)
 @pytest.mark.parametrize("name", EXACT)
-def test_losses_and_gradients_are_those_of_single_steps(name: str, memory: str, n_step: int) -> None:
+def test_losses_and_gradients_are_those_of_single_steps(name: str, memory: str, n_step: int, weighted: bool) -> None:
     """Passes over padded sequences, with rubbish in the padding, against a loop over the steps of each sequence."""
     runner = runner_of(name, memory)
     module: Any = runner.policy.module  # type: ignore[attr-defined]
@@ -135,6 +135,8 @@ def test_losses_and_gradients_are_those_of_single_steps(name: str, memory: str, 
             parameter.add_(0.3 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)))
     batch = replay_of(module, [runner.sample(steps) for steps in (9, 21, 30)]).sample(20)
     batch["rewards"] = batch["rewards"].astype(np.float64) + 0.1
+    if weighted:
+        batch["weights"] = np.random.default_rng(0).random(20)
     assert not batch["mask"].all()
     assert not np.array_equal(batch["mask"], batch["learn_mask"])
     generator = torch.Generator()
@@ -179,11 +181,14 @@ def losses_by_hand(
             discount = 0.0 if batch["terminateds"][i, t + k - 1] else 0.9**k
             now.append((actor[t], critic[t]))
             after.append((following[t + k], late[t + k]))
-            rest.append((torch.from_numpy(batch["actions"][i, t]), reward, discount))
+            weight = float(batch["weights"][i]) if "weights" in batch else 1.0
+            rest.append((torch.from_numpy(batch["actions"][i, t]), reward, discount, weight))
     actor, critic = (torch.stack(each) for each in zip(*now, strict=True))
     following, late = (torch.stack(each) for each in zip(*after, strict=True))
     actions = torch.stack([each[0] for each in rest])
-    rewards, discounts = (torch.tensor([each[place] for each in rest], dtype=torch.float64) for place in (1, 2))
+    rewards, discounts, weights = (
+        torch.tensor([each[place] for each in rest], dtype=torch.float64) for place in (1, 2, 3)
+    )
     inputs = late_actor[-1](following)
     noise = torch.randn((len(inputs), 2), generator=generator)
     if name == "SAC":
@@ -193,7 +198,7 @@ def losses_by_hand(
         noise = (0.4 * noise).clamp(-0.3, 0.3)
         values = late_critic.of_features(late, (torch.tanh(inputs) + noise).clamp(-1, 1)).amin(0)
     targets = (rewards + discounts * values).detach()
-    squares = (module.critic.of_features(critic, actions) - targets).square().mean(-1).sum()
+    squares = (weights * (module.critic.of_features(critic, actions) - targets).square()).mean(-1).sum()
     if name == "SAC":
         noise = torch.randn((len(actor), 2), generator=generator)
         drawn, log_prob = module.distribution.rsample(module.actor[-1](actor), noise)
@@ -340,7 +345,7 @@ def test_settings_that_do_not_fit_are_refused(kind: Any) -> None:
         config_of(kind, {}).build()
     with pytest.raises(UsageError, match="exclude each other"):
         config_of(kind, {**WITH_LSTM, "use_attention": True}).build()
-    with pytest.raises(UsageError, match="lstm_cell_size: a whole number of at least 1, not 0"):
+    with pytest.raises(UsageError, match="lstm_cell_size: a whole number between 1 and 1000000, not 0"):
         config_of(kind, {**WITH_LSTM, "lstm_cell_size": 0}).build()
     with pytest.raises(UsageError, match="Did you mean 'use_lstm'"):
         config_of(kind, {"use_lsmt": True}, replay_buffer_config={"type": "ReplayBuffer"}).build()

@@ -69,7 +69,9 @@ def transitions_of(batch: Mapping[str, torch.Tensor], n_step: int, gamma: float)
     for i in range(n_step):
         each = batch[columns.REWARDS][sequence, (time + i).clamp(max=mask.shape[1] - 1)]
         rewards = rewards + torch.where(i < count, gamma**i * each, 0.0)
+    weights = {"weights": batch["weights"][sequence]} if "weights" in batch else {}  # one for each sequence
     return {
+        **weights,
         columns.OBS: SequenceSteps(obs, states, sequence, time),
         columns.NEW_OBS: SequenceSteps(obs, states, sequence, time + count),
         columns.ACTIONS: batch[columns.ACTIONS][sequence, time], columns.REWARDS: rewards,

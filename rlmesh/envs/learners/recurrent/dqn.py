@@ -24,8 +24,7 @@ class RecurrentDQNLearner(DQNLearner):
 
     Both networks run over the whole sequence, and over the observation after its last step. The loss is that of the
     steps behind the burn-in. Targets are those of `DQNLearner`, over up to ``n_step`` steps within the sequence.
-    Differences to the paper: gradients flow through the burn-in too, sequences are drawn uniformly, and values are not
-    rescaled.
+    Differences to the paper: gradients flow through the burn-in too, and values are not rescaled.
     """
 
     module: QModule
@@ -48,7 +47,10 @@ class RecurrentDQNLearner(DQNLearner):
         chosen = batch[columns.ACTIONS][learn].long().unsqueeze(-1) - int(self.module.action_space.start)
         found, wanted = values[:, :-1][learn].gather(-1, chosen).squeeze(-1), targets[learn]
         count = max(len(found), 1)  # sequences that end within their burn-in have no step to learn from
-        loss = smooth_l1_loss(found, wanted, reduction="sum") / count
+        losses = smooth_l1_loss(found, wanted, reduction="none")
+        if "weights" in batch:  # one for each sequence
+            losses = losses * batch["weights"][learn.nonzero(as_tuple=True)[0]]
+        loss = losses.sum() / count
         if len(found):
             self.descend("loss", loss, self.optimizer, self._parameters)
         self.td_errors = (wanted - found.detach()).numpy()
