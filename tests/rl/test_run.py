@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -220,6 +221,27 @@ def test_faults_are_told_before_any_process_starts(tiny: Path, changes: dict[str
     with pytest.raises(UsageError) as raised:
         small(tiny, **changes).submit()
     assert said in str(raised.value) and "the run cannot start" in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "said"),
+    [
+        ("mistral", {"sliding_window": 8, "head_dim": 8}, "more than the sliding window of 8 tokens"),
+        ("lfm2", {"layer_types": ["conv", "full_attention"]}, "has layers of type conv"),
+    ],
+)
+def test_models_that_would_train_with_wrong_numbers_are_told_before_any_process_starts(
+    tiny: Path, tmp_path: Path, kind: str, options: dict[str, Any], said: str
+) -> None:
+    from transformers import AutoConfig
+
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+    config: Any = AutoConfig.for_model(kind, **(sizes | options))
+    for path in tiny.glob("tokenizer*"):
+        shutil.copy(path, tmp_path)
+    config.save_pretrained(tmp_path)
+    with pytest.raises(UsageError, match=said):
+        small(tmp_path, rollout=RolloutSettings(max_tokens=8)).check()
 
 
 def test_faults_of_rewards_and_data_come_together_and_before_torch_is_loaded(tiny: Path) -> None:

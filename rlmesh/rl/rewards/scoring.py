@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -14,8 +13,9 @@ import numpy as np
 from rlmesh import RoleGroup
 from rlmesh.errors import UsageError
 from rlmesh.rl.data.loader import Prompts
+from rlmesh.rl.rewards.coroutines import failure_of, put_outcomes, run_together
 from rlmesh.rl.rewards.model import RewardModel
-from rlmesh.rl.rewards.outcomes import combine, metrics_of, to_outcome, to_outcomes
+from rlmesh.rl.rewards.outcomes import combine, metrics_of
 from rlmesh.rl.rewards.process_pool import ScoringPool
 from rlmesh.rl.rewards.reward import Response, Reward, ground_truth_of
 from rlmesh.rl.types import Abstain, Episode, Failed, Group, Outcome, Score
@@ -153,7 +153,7 @@ class Rewards:
                     one = self._pool(reward.timeout_s).submit(reward.name, **arguments)
                     pending.append((reward.name, part, one.result))
         if coroutines:
-            asyncio.run(self._together(coroutines, found))
+            run_together(coroutines, found)
         for name, places, wait in pending:
             result = wait()
             for place, outcome in zip(places, result if isinstance(result, list) else [result], strict=True):
@@ -202,24 +202,10 @@ class Rewards:
     def _here(reward: Reward, places: list[int], arguments: dict[str, Any], found: list[dict[str, Outcome]]) -> None:
         try:
             value = reward.function(**arguments)
-        except Exception as error:
+        except (Exception, SystemExit) as error:  # a scorer's sys.exit() must not end the run
             logger.warning("reward %r failed on %d responses", reward.name, len(places), exc_info=True)
-            value = [_failed(error)] * len(places) if reward.batched else _failed(error)
-        _put(reward, places, value, found)
-
-    @staticmethod
-    async def _together(calls: list[tuple[Reward, list[int], dict[str, Any]]], found: list[dict[str, Outcome]]) -> None:
-        async def one(reward: Reward, places: list[int], arguments: dict[str, Any]) -> None:
-            try:
-                value = await asyncio.wait_for(reward.function(**arguments), reward.timeout_s)
-            except TimeoutError:
-                failed = Failed(f"timeout: the scorer ran longer than {reward.timeout_s:g} s")
-                value = [failed] * len(places) if reward.batched else failed
-            except Exception as error:
-                value = [_failed(error)] * len(places) if reward.batched else _failed(error)
-            _put(reward, places, value, found)
-
-        await asyncio.gather(*(one(*call) for call in calls))
+            value = failure_of(reward, places, error)
+        put_outcomes(reward, places, value, found)
 
 
 def unscored(rewards: Sequence[Reward | RewardModel], data: Prompts) -> Iterator[str]:
@@ -231,19 +217,8 @@ def unscored(rewards: Sequence[Reward | RewardModel], data: Prompts) -> Iterator
         yield f"data: no reward is for data_source {', '.join(without[:5])}; the rewards are for {', '.join(sources)}"
 
 
-def _put(reward: Reward, places: list[int], value: Any, found: list[dict[str, Outcome]]) -> None:
-    """Store the outcomes of a call for its responses."""
-    outcomes = to_outcomes(value, len(places)) if reward.batched else [to_outcome(value)]
-    for place, outcome in zip(places, outcomes, strict=True):
-        found[place][reward.name] = outcome
-
-
 def _shown(response: Response, row: Mapping[str, Any], outcomes: Mapping[str, Outcome]) -> str:
     lines = [f"[prompt] {response.prompt}", f"[response] {response.text}"]
     if (truth := ground_truth_of(row)) is not None:
         lines.append(f"[ground truth] {truth}")
     return "\n".join([*lines, *(f"[{name}] {outcome}" for name, outcome in outcomes.items())])
-
-
-def _failed(error: Exception) -> Failed:
-    return Failed(f"{type(error).__name__}: {error}")

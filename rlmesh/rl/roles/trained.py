@@ -22,7 +22,7 @@ from rlmesh.rl.checkpoints.store import checkpoint_folder, read_checkpoint, save
 from rlmesh.rl.components import Columns
 from rlmesh.rl.engines.training import ranks
 from rlmesh.rl.engines.training.liger import use_liger_layers
-from rlmesh.rl.engines.training.packed import PackedBatch
+from rlmesh.rl.engines.training.packed import PackedBatch, prepare
 from rlmesh.rl.engines.training.protocol import Saving, StepReport, TrainingEngine, TrainingOptions
 from rlmesh.rl.packing import Pack
 from rlmesh.rl.roles.defaults import choose_device, keep_objects, run_settings
@@ -223,9 +223,12 @@ def make_engine(kind: str, model: nn.Module, settings: ActorSettings, steps: int
         steps: steps of the run, over which the learning rate falls.
 
     Raises:
-        UsageError: there is no engine of this name, or Liger's layers are required and cannot be used.
+        UsageError: there is no engine of this name, Liger's layers are required and cannot be used, or the model
+            cannot compute packs.
     """
     use_liger_layers(model, settings.use_liger_kernel)
+    if hasattr(model, "set_attn_implementation"):
+        prepare(model)  # before the weights are sharded: the first call compares packs with rows alone
     options = TrainingOptions(
         lr=settings.lr,
         schedule=lambda updates: settings.lr_share(updates, steps),

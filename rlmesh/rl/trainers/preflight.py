@@ -261,6 +261,7 @@ def _slow_faults(run: Run, counts: list[str], tried: set[str]) -> Iterator[str]:
         yield f"model={run.model!r}: {error}"
         return
     yield from _teacher_faults(run, tokenizer)
+    yield from _pack_faults(run)
     try:
         data = run.dataset(tokenizer)
         counts.append(f"data: {data.counts}")
@@ -281,8 +282,10 @@ def _slow_faults(run: Run, counts: list[str], tried: set[str]) -> Iterator[str]:
         if (plan := EpisodePlan.of(run)) is not None:
             yield from plan.slow_faults(tokenizer, data[0].row)
             yield from plan.length_faults(longest, _positions(run.model))
+            yield from _window_faults(run.model, "episode.max_tokens", plan.settings.max_tokens, longest)
         elif run.algorithm.responses == "sampled":
             yield from _sampling_faults(run, tokenizer, longest)
+            yield from _window_faults(run.model, "rollout.max_tokens", run.rollout.max_tokens, longest)
     except (UsageError, OSError, ValueError) as error:
         yield f"data: {error}"
     if run.validation is not None:
@@ -310,6 +313,45 @@ def _positions(model: str) -> int | None:
 
     found = getattr(AutoConfig.from_pretrained(model), "max_position_embeddings", None)
     return found if isinstance(found, int) else None
+
+
+def _window_faults(model: str, setting: str, most: int, longest: int) -> Iterator[str]:
+    """A fault if an episode can be longer than the window of tokens that the model's layers attend to.
+
+    Args:
+        setting, most: name and value of the limit of an episode's tokens after its prompt.
+        longest: tokens of the longest prompt.
+    """
+    from transformers import AutoConfig
+
+    from rlmesh.rl.engines.training.pack_check import window_of
+
+    window = window_of(AutoConfig.from_pretrained(model))
+    if window is not None and longest + most > window:
+        yield (
+            f"{setting}={most} after a prompt of {longest} tokens are more than the sliding window of {window} tokens "
+            "that the model's layers attend to, which training does not support yet: lower it"
+        )
+
+
+def _pack_faults(run: Run) -> Iterator[str]:
+    """One sentence per model that certainly gives wrong results on packs. The models themselves show the rest."""
+    from transformers import AutoConfig
+
+    from rlmesh.rl.engines.training.pack_check import static_fault
+
+    models = {"model": run.model}
+    if "reference" in run.algorithm.needs and run.reference.model:
+        models["reference.model"] = run.reference.model
+    if "critic" in run.algorithm.needs and run.critic.model:
+        models["critic.model"] = run.critic.model
+    for name, model in models.items():
+        try:
+            fault = static_fault(AutoConfig.from_pretrained(model))
+        except (OSError, ValueError):  # loading the model reports it
+            continue
+        if fault:
+            yield f"{name}={model!r} {fault}: a run computes its batches as packs"
 
 
 def _teacher_faults(run: Run, tokenizer: Any) -> Iterator[str]:
