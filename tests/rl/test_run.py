@@ -244,6 +244,27 @@ def test_models_that_would_train_with_wrong_numbers_are_told_before_any_process_
         small(tmp_path, rollout=RolloutSettings(max_tokens=8)).check()
 
 
+def test_end_tokens_that_responses_or_prompts_would_not_have_right_are_told(tiny: Path, tmp_path: Path) -> None:
+    from transformers import AutoTokenizer
+
+    shutil.copytree(tiny, tmp_path / "model")
+    config = json.loads((tiny / "config.json").read_text())
+    (tmp_path / "model" / "generation_config.json").unlink()
+    (tmp_path / "model" / "config.json").write_text(json.dumps(config | {"eos_token_id": [5]}))
+    lone = small(tmp_path / "model")
+    with pytest.raises(UsageError, match=r"'<end>' \(1\) is none of the end tokens .* \(5\), so no response would end"):
+        lone.check()
+    replace(lone, rollout=replace(lone.rollout, stop_token_ids=[1])).check()
+    name = tmp_path / "model" / "tokenizer.json"
+    parts = [{"Sequence": {"id": "A", "type_id": 0}}, {"SpecialToken": {"id": "<end>", "type_id": 0}}]
+    special = {"<end>": {"id": "<end>", "ids": [1], "tokens": ["<end>"]}}
+    after = {"type": "TemplateProcessing", "single": parts, "pair": parts, "special_tokens": special}
+    name.write_text(json.dumps(json.loads(name.read_text()) | {"post_processor": after}))
+    assert AutoTokenizer.from_pretrained(tmp_path / "model")("a").input_ids[-1] == 1
+    with pytest.raises(UsageError, match="its tokenizer appends its end token '<end>' to prompts"):
+        replace(lone, rollout=replace(lone.rollout, stop_token_ids=[1])).check()
+
+
 def test_faults_of_rewards_and_data_come_together_and_before_torch_is_loaded(tiny: Path) -> None:
     program = (
         "import sys\n"

@@ -17,6 +17,7 @@ from rlmesh.rl.faults import similar_path
 from rlmesh.rl.rewards.reward import Reward
 
 if TYPE_CHECKING:
+    from rlmesh.rl.data.dataset import Prompt
     from rlmesh.rl.rewards.model import RewardModel
     from rlmesh.rl.trainers.run import Run
 
@@ -265,6 +266,7 @@ def _slow_faults(run: Run, counts: list[str], tried: set[str]) -> Iterator[str]:
     try:
         data = run.dataset(tokenizer)
         counts.append(f"data: {data.counts}")
+        yield from _end_faults(run, tokenizer, data[0])
         if run.algorithm.responses != "sampled":
             for place in range(len(data)):
                 response_texts(data[place].row, run.algorithm.responses)
@@ -368,6 +370,42 @@ def _teacher_faults(run: Run, tokenizer: Any) -> Iterator[str]:
         return
     if other.get_vocab() != tokenizer.get_vocab():
         yield f"reference.model={model!r} has other tokens than model={run.model!r}: both must have the same tokenizer"
+
+
+def _end_faults(run: Run, tokenizer: Any, prompt: Prompt) -> Iterator[str]:
+    """Faults of end tokens: the tokenizer appends its own to prompts, or no response would end with it."""
+    end = tokenizer.eos_token_id
+    if end is None or run.algorithm.responses == "ranked":
+        return
+    text = prompt.row.get(run.prompt_key)
+    if isinstance(text, str) and prompt.ids[-1] == end and not text.endswith(tokenizer.eos_token):
+        yield (
+            f"model={run.model!r}: its tokenizer appends its end token {tokenizer.eos_token!r} to prompts, so they end "
+            "before the response begins: set add_eos_token to false in tokenizer_config.json, or remove the token from "
+            "the post_processor of tokenizer.json"
+        )
+    if run.algorithm.responses != "sampled" or end in run.rollout.stop_token_ids:
+        return
+    ends = _end_tokens(run.model)
+    if end not in ends:
+        yield (
+            f"model={run.model!r}: its tokenizer's end token {tokenizer.eos_token!r} ({end}) is none of the end tokens "
+            f"in its generation_config.json or config.json ({', '.join(map(str, ends)) or 'there are none'}), so no "
+            f"response would end with it: set rollout.stop_token_ids=[{end}]"
+        )
+
+
+def _end_tokens(model: str) -> list[int]:
+    """The tokens with which the engines end responses."""
+    from transformers import AutoConfig, GenerationConfig
+
+    try:
+        ends = GenerationConfig.from_pretrained(model).eos_token_id
+    except OSError:  # the folder may have no generation config
+        ends = None
+    if ends is None:
+        ends = getattr(AutoConfig.from_pretrained(model).get_text_config(), "eos_token_id", None)
+    return list(ends) if isinstance(ends, list | tuple) else [] if ends is None else [ends]
 
 
 def _tokenizer(run: Run) -> Any:
