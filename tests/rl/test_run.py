@@ -185,6 +185,10 @@ def wrong_length(responses: list[str]) -> list[float]:
     return [0.0] * (len(responses) + 1)
 
 
+def matches(response: str, ground_truth: str) -> float:
+    return float(response == ground_truth)
+
+
 def templated(response: str, prompt: str) -> float:
     raise KeyError(prompt.replace(" ", ""))
 
@@ -202,6 +206,10 @@ def raises(response: str) -> float:
         ({"data": ROWS[:3], "batch_size": 4}, "3 prompts are too few for a batch of 4"),
         ({"data": [{"prompt": [{"role": "user", "content": "a"}]}]}, "template"),
         ({"data": [{"text": "a"}]}, "row 0 has no column 'prompt'"),
+        (
+            {"rewards": [matches], "data": [*ROWS[:9], {"prompt": "a>"}, {"prompt": "b>", "ground_truth": None}]},
+            "2 of 11 rows cannot be scored; row 9: reward 'matches' wants 'ground_truth'",
+        ),
         ({"rewards": [wrong_length]}, "returned list of length 2 for 1 responses"),
         ({"rewards": [raises]}, "reward 'raises' fails on row 0"),
         ({"rewards": [raises], "data": [{"question": "a>"}] * 8, "prompt_key": "question"}, "reward 'raises' fails"),
@@ -263,6 +271,14 @@ def test_end_tokens_that_responses_or_prompts_would_not_have_right_are_told(tiny
     assert AutoTokenizer.from_pretrained(tmp_path / "model")("a").input_ids[-1] == 1
     with pytest.raises(UsageError, match="its tokenizer appends its end token '<end>' to prompts"):
         replace(lone, rollout=replace(lone.rollout, stop_token_ids=[1])).check()
+
+
+def test_two_runs_in_one_directory_are_refused(tiny: Path, tmp_path: Path) -> None:
+    from rlmesh.errors import LaunchError
+    from rlmesh.rl.trainers.here import held
+
+    with held(tmp_path), pytest.raises(LaunchError, match="another job runs in"):
+        small(tiny).here(run_dir=tmp_path)
 
 
 def test_faults_of_rewards_and_data_come_together_and_before_torch_is_loaded(tiny: Path) -> None:

@@ -20,7 +20,7 @@ from rlmesh.rl.rewards.process_pool import ScoringPool
 from rlmesh.rl.rewards.reward import Response, Reward, ground_truth_of
 from rlmesh.rl.types import Abstain, Episode, Failed, Group, Outcome, Score
 
-__all__ = ["Decoder", "Rewards", "unscored"]
+__all__ = ["Decoder", "Rewards", "lacking", "unscored"]
 
 logger = logging.getLogger(__name__)
 
@@ -131,9 +131,7 @@ class Rewards:
         pending: list[tuple[str, list[int], Callable[[], Any]]] = []
         coroutines: list[tuple[Reward, list[int], dict[str, Any]]] = []
         for reward in self.rewards.values():
-            places = [i for i, row in enumerate(rows) if reward.scores(row)]
-            for i in set(range(len(rows))).difference(places):
-                found[i][reward.name] = Abstain("the reward is for other data")
+            places = self._scorable(reward, rows, found)
             if isinstance(reward, RewardModel):
                 if places:
                     wait = reward.start([responses[i] for i in places], [rows[i] for i in places], self._group)
@@ -159,6 +157,22 @@ class Rewards:
             for place, outcome in zip(places, result if isinstance(result, list) else [result], strict=True):
                 found[place][name] = outcome
         return [{name: each[name] for name in self.rewards} for each in found]
+
+    @staticmethod
+    def _scorable(
+        reward: Reward | RewardModel, rows: Sequence[Mapping[str, Any]], found: list[dict[str, Outcome]]
+    ) -> list[int]:
+        """The indices of the rows that a reward scores; the outcomes of the others are stored. A row that lacks an
+        input of the function does not end the run."""
+        places = []
+        for i, row in enumerate(rows):
+            if not reward.scores(row):
+                found[i][reward.name] = Abstain("the reward is for other data")
+            elif isinstance(reward, Reward) and (fault := reward.lacks(row)):
+                found[i][reward.name] = Failed(fault)
+            else:
+                places.append(i)
+        return places
 
     def total(self, episode: Episode) -> Outcome:
         """The weighted sum of an episode's rewards."""
@@ -215,6 +229,18 @@ def unscored(rewards: Sequence[Reward | RewardModel], data: Prompts) -> Iterator
     if without:
         sources = sorted({source for reward in rewards for source in reward.sources})
         yield f"data: no reward is for data_source {', '.join(without[:5])}; the rewards are for {', '.join(sources)}"
+
+
+def lacking(rewards: Sequence[Reward | RewardModel], data: Prompts) -> Iterator[str]:
+    """One sentence per reward function whose inputs some rows lack: their responses would all fail."""
+    for reward in rewards:
+        if not isinstance(reward, Reward):
+            continue
+        prompts = (data[place] for place in range(len(data)))
+        found = [(one.index, fault) for one in prompts if reward.scores(one.row) and (fault := reward.lacks(one.row))]
+        if found:
+            index, fault = found[0]
+            yield f"data: {len(found)} of {len(data)} rows cannot be scored; row {index}: {fault}"
 
 
 def _shown(response: Response, row: Mapping[str, Any], outcomes: Mapping[str, Outcome]) -> str:

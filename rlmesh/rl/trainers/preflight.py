@@ -253,7 +253,7 @@ def _slow_faults(run: Run, counts: list[str], tried: set[str]) -> Iterator[str]:
     Rewards in ``tried`` are not tried again."""
     from rlmesh.rl.data.loader import PromptLoader
     from rlmesh.rl.offline.responses import response_texts
-    from rlmesh.rl.rewards.scoring import unscored
+    from rlmesh.rl.rewards.scoring import lacking, unscored
     from rlmesh.rl.rollout.episodes.plan import EpisodePlan
 
     try:
@@ -270,9 +270,12 @@ def _slow_faults(run: Run, counts: list[str], tried: set[str]) -> Iterator[str]:
         if run.algorithm.responses != "sampled":
             for place in range(len(data)):
                 response_texts(data[place].row, run.algorithm.responses)
-        yield from _function_faults(
-            [one for one in run.scored if one.name not in tried], tokenizer, data[0], _extras(run, data[0].row)
-        )
+        faults = [
+            *_function_faults(
+                [one for one in run.scored if one.name not in tried], tokenizer, data[0], _extras(run, data[0].row)
+            )
+        ]
+        yield from faults or lacking(run.scored, data)
         for model in run.reward_models:
             if model.scores(data[0].row):
                 yield from (f"reward model {model.name!r}: {fault}" for fault in model.faults(tokenizer, data[0].row))

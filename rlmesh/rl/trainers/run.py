@@ -320,6 +320,11 @@ class Run:
             return
         if self.pipeline != "sync":
             yield f"pipeline={self.pipeline!r}: {name} samples nothing, so there is nothing to be ahead with"
+        if responses != "ranked" and getattr(self.rollout, "temperature", 1.0) != 1.0:
+            yield (
+                f"rollout.temperature={self.rollout.temperature}: {name} samples nothing, and its loss is that of the "
+                "model itself, at temperature 1; leave it out"
+            )
         if self.rewards:
             yield f"rewards: {name} learns from the responses of the data, which are not scored; leave rewards out"
         if self.placement == "fused":

@@ -23,7 +23,7 @@ from rlmesh.rl.data.dataset import Prompt
 from rlmesh.rl.data.loader import Drawn
 from rlmesh.rl.offline.responses import offline_groups, response_texts
 from rlmesh.rl.trainers.run import Run, RunResult
-from rlmesh.rl.trainers.settings import ActorSettings, ReferenceSettings
+from rlmesh.rl.trainers.settings import ActorSettings, ReferenceSettings, RolloutSettings
 from tests.rl.run_job import is_a
 
 EXAMPLES = Path(__file__).parents[3] / "examples" / "trainings"
@@ -50,6 +50,10 @@ def make(model: Path, **changes: Any) -> Run:
         ({"actor": ActorSettings(epochs=2, minibatches=2)}, "actor.epochs and actor.minibatches must be 1"),
         ({"placement": "fused"}, "DPO samples nothing"),
         ({"algorithm": GRPO()}, "rewards: give at least one reward"),
+        (
+            {"rollout": RolloutSettings(temperature=0.7)},
+            "rollout.temperature=0.7: DPO samples nothing, and its loss is",
+        ),
         ({"reference": "big"}, "reference='big' must be"),
     ],
 )

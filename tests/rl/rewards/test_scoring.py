@@ -274,6 +274,19 @@ def test_a_row_without_what_the_function_wants_is_told() -> None:
     assert (response.prompt, response.finish_reason) == ("What is 2 + 2?", "stop")
 
 
+def firsts(responses: list[str], ground_truths: list[str]) -> list[float]:
+    return [float(text[:1] == truth) for text, truth in zip(responses, ground_truths, strict=True)]
+
+
+@pytest.mark.parametrize("inline", [False, True])
+def test_a_later_row_without_what_a_function_wants_fails_alone(score: Any, inline: bool) -> None:
+    rewards = [Reward(gsm8k.compute_score, inline=inline), Reward(firsts, inline=inline)]
+    found, _ = score(rewards, [group("#### 4"), group("4", reward_model=None), group("4", "5")])
+    assert [type(each["gsm8k"]) for each in found] == [Score, Failed, Score, Score]
+    assert [each["firsts"].value for each in (found[0], *found[2:])] == [0.0, 1.0, 0.0]
+    assert "'firsts' wants 'ground_truth', but the row has no" in found[1]["firsts"].reason
+
+
 def test_options_reach_the_function(score: Any) -> None:
     found, _ = score([Reward(gsm8k.compute_score, options={"method": "flexible"})], [group("it is 4")])
     assert found[0]["gsm8k"] == Score(1.0, answer="4")
