@@ -45,6 +45,7 @@ class Rewards:
         examine: print this many scored responses of each batch, spread over it.
         group: function from the name of a role to its members; finds the roles of reward models.
         required: False allows no reward at all; each episode then abstains.
+        prompt_key: the column of the prompts, for reward models.
 
     Raises:
         UsageError: no reward, or two of one name.
@@ -60,6 +61,7 @@ class Rewards:
         examine: int = 0,
         group: Callable[[str], Any] = RoleGroup,
         required: bool = True,
+        prompt_key: str = "prompt",
     ) -> None:
         names = [reward.name for reward in rewards]
         if twice := {name for name in names if names.count(name) > 1}:
@@ -72,7 +74,7 @@ class Rewards:
         self._pools: dict[float, ScoringPool] = {}
         self._lock = threading.Lock()
         """Held while a pool is made, and while an inline function runs: `score` may be called on several threads."""
-        self._workers, self._memory_bytes = workers, memory_bytes
+        self._workers, self._memory_bytes, self._prompt_key = workers, memory_bytes, prompt_key
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_pools": {}, "_lock": None}  # another process makes pools of its own
@@ -134,7 +136,8 @@ class Rewards:
             places = self._scorable(reward, rows, found)
             if isinstance(reward, RewardModel):
                 if places:
-                    wait = reward.start([responses[i] for i in places], [rows[i] for i in places], self._group)
+                    own = [responses[i] for i in places], [rows[i] for i in places]
+                    wait = reward.start(*own, self._group, self._prompt_key)
                     pending.append((reward.name, places, wait))
                 continue
             for part in [places] if reward.batched and places else [[i] for i in places]:

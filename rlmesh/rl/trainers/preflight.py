@@ -278,7 +278,8 @@ def _slow_faults(run: Run, counts: list[str], tried: set[str]) -> Iterator[str]:
         yield from faults or lacking(run.scored, data)
         for model in run.reward_models:
             if model.scores(data[0].row):
-                yield from (f"reward model {model.name!r}: {fault}" for fault in model.faults(tokenizer, data[0].row))
+                wrong = model.faults(tokenizer, data[0].row, run.prompt_key)
+                yield from (f"reward model {model.name!r}: {fault}" for fault in wrong)
         yield from unscored(run.scored, data) if run.scored else ()
         PromptLoader(data, run.batch_size)
         longest = 0
