@@ -8,7 +8,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,8 @@ from typing import Any
 import pytest
 
 from rlmesh.errors import UsageError
-from rlmesh.rl.algorithms import GRPO, PPO
+from rlmesh.rl.algorithms import GRPO, PPO, Algorithm
+from rlmesh.rl.evaluation.evaluate import EvaluationRun
 from rlmesh.rl.rewards import Reward
 from rlmesh.rl.trainers import preflight
 from rlmesh.rl.trainers.run import Run
@@ -210,6 +211,10 @@ def raises(response: str) -> float:
             {"rewards": [matches], "data": [*ROWS[:9], {"prompt": "a>"}, {"prompt": "b>", "ground_truth": None}]},
             "2 of 11 rows cannot be scored; row 9: reward 'matches' wants 'ground_truth'",
         ),
+        (
+            {"rewards": [matches], "validation": [*ROWS[:2], {"prompt": "a>"}]},
+            "validation: 1 of 3 rows cannot be scored; row 2: reward 'matches'",
+        ),
         ({"rewards": [wrong_length]}, "returned list of length 2 for 1 responses"),
         ({"rewards": [raises]}, "reward 'raises' fails on row 0"),
         ({"rewards": [raises], "data": [{"question": "a>"}] * 8, "prompt_key": "question"}, "reward 'raises' fails"),
@@ -248,8 +253,11 @@ def test_models_that_would_train_with_wrong_numbers_are_told_before_any_process_
     for path in tiny.glob("tokenizer*"):
         shutil.copy(path, tmp_path)
     config.save_pretrained(tmp_path)
+    run = small(tmp_path, rollout=RolloutSettings(max_tokens=8, stop_token_ids=[1]))
     with pytest.raises(UsageError, match=said):
-        small(tmp_path, rollout=RolloutSettings(max_tokens=8)).check()
+        run.check()
+    # An evaluation only samples.
+    EvaluationRun(**{one.name: getattr(run, one.name) for one in fields(Run)} | {"algorithm": Algorithm()}).check()
 
 
 def test_end_tokens_that_responses_or_prompts_would_not_have_right_are_told(tiny: Path, tmp_path: Path) -> None:
@@ -271,14 +279,6 @@ def test_end_tokens_that_responses_or_prompts_would_not_have_right_are_told(tiny
     assert AutoTokenizer.from_pretrained(tmp_path / "model")("a").input_ids[-1] == 1
     with pytest.raises(UsageError, match="its tokenizer appends its end token '<end>' to prompts"):
         replace(lone, rollout=replace(lone.rollout, stop_token_ids=[1])).check()
-
-
-def test_two_runs_in_one_directory_are_refused(tiny: Path, tmp_path: Path) -> None:
-    from rlmesh.errors import LaunchError
-    from rlmesh.rl.trainers.here import held
-
-    with held(tmp_path), pytest.raises(LaunchError, match="another job runs in"):
-        small(tiny).here(run_dir=tmp_path)
 
 
 def test_faults_of_rewards_and_data_come_together_and_before_torch_is_loaded(tiny: Path) -> None:

@@ -234,8 +234,12 @@ def unscored(rewards: Sequence[Reward | RewardModel], data: Prompts) -> Iterator
         yield f"data: no reward is for data_source {', '.join(without[:5])}; the rewards are for {', '.join(sources)}"
 
 
-def lacking(rewards: Sequence[Reward | RewardModel], data: Prompts) -> Iterator[str]:
-    """One sentence per reward function whose inputs some rows lack: their responses would all fail."""
+def lacking(rewards: Sequence[Reward | RewardModel], data: Prompts, name: str) -> Iterator[str]:
+    """One sentence per reward function whose inputs some rows lack: their responses would all fail.
+
+    Args:
+        name: the name of the data's setting.
+    """
     for reward in rewards:
         if not isinstance(reward, Reward):
             continue
@@ -243,7 +247,7 @@ def lacking(rewards: Sequence[Reward | RewardModel], data: Prompts) -> Iterator[
         found = [(one.index, fault) for one in prompts if reward.scores(one.row) and (fault := reward.lacks(one.row))]
         if found:
             index, fault = found[0]
-            yield f"data: {len(found)} of {len(data)} rows cannot be scored; row {index}: {fault}"
+            yield f"{name}: {len(found)} of {len(data)} rows cannot be scored; row {index}: {fault}"
 
 
 def _shown(response: Response, row: Mapping[str, Any], outcomes: Mapping[str, Outcome]) -> str:

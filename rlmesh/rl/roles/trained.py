@@ -99,8 +99,15 @@ class TrainedRole(TakesTurns):
         self.turns.add(TRAINING, wake=lambda: self.engine.reload(), sleep=lambda: self.engine.offload())
 
     def make_engine(self) -> TrainingEngine:
-        """Make a new model, and the training engine that the settings name."""
-        return make_engine(self.run_settings.train, self.make_model(), self.settings, self.run_settings.steps)
+        """Make a new model, and the training engine that the settings name.
+
+        Raises:
+            UsageError: the model cannot compute packs, or see :func:`make_engine`.
+        """
+        model = self.make_model()
+        if self.run_settings.trains and hasattr(model, "set_attn_implementation"):
+            prepare(model)  # before the weights are sharded: the first call compares packs with rows alone
+        return make_engine(self.run_settings.train, model, self.settings, self.run_settings.steps)
 
     def make_model(self) -> nn.Module:
         """The model to train, in float32, on this rank's device."""
@@ -223,12 +230,9 @@ def make_engine(kind: str, model: nn.Module, settings: ActorSettings, steps: int
         steps: steps of the run, over which the learning rate falls.
 
     Raises:
-        UsageError: there is no engine of this name, Liger's layers are required and cannot be used, or the model
-            cannot compute packs.
+        UsageError: there is no engine of this name, or Liger's layers are required and cannot be used.
     """
     use_liger_layers(model, settings.use_liger_kernel)
-    if hasattr(model, "set_attn_implementation"):
-        prepare(model)  # before the weights are sharded: the first call compares packs with rows alone
     options = TrainingOptions(
         lr=settings.lr,
         schedule=lambda updates: settings.lr_share(updates, steps),

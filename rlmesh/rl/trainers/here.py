@@ -9,7 +9,6 @@ from __future__ import annotations
 import gc
 import json
 import logging
-import os
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
@@ -41,7 +40,6 @@ from rlmesh.rl.roles.reward import RewardRole
 from rlmesh.rl.trainers.job import offline_roles
 from rlmesh.rl.trainers.run import result_of
 from rlmesh.rl.trainers.trainer import Trainer
-from rlmesh.run_directory.starts import hold
 
 if TYPE_CHECKING:
     from rlmesh.rl.trainers.run import Run, RunResult
@@ -56,23 +54,8 @@ def run_here(run: Run, run_dir: Path, name: str) -> RunResult:
     if run_dir.is_dir() and not any(run_dir.iterdir()):
         private_files.make_private(run_dir.resolve())
     private_files.make_folder(run_dir)
-    with held(run_dir), Trackers(run.trackers).following(run_dir, name) if run.trackers else nullcontext():
+    with Trackers(run.trackers).following(run_dir, name) if run.trackers else nullcontext():
         return _run_followed(run, run_dir)
-
-
-@contextmanager
-def held(run_dir: Path) -> Iterator[None]:
-    """A block in which no other run and no job can begin in the run directory.
-
-    Raises:
-        LaunchError: another one is there.
-    """
-    lock = hold(run_dir)
-    try:
-        yield
-    finally:
-        if lock is not None:
-            os.close(lock)
 
 
 def _run_followed(run: Run, run_dir: Path) -> RunResult:

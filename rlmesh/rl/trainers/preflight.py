@@ -275,7 +275,7 @@ def _slow_faults(run: Run, counts: list[str], tried: set[str]) -> Iterator[str]:
                 [one for one in run.scored if one.name not in tried], tokenizer, data[0], _extras(run, data[0].row)
             )
         ]
-        yield from faults or lacking(run.scored, data)
+        yield from faults or lacking(run.scored, data, "data")
         for model in run.reward_models:
             if model.scores(data[0].row):
                 wrong = model.faults(tokenizer, data[0].row, run.prompt_key)
@@ -288,15 +288,17 @@ def _slow_faults(run: Run, counts: list[str], tried: set[str]) -> Iterator[str]:
         if (plan := EpisodePlan.of(run)) is not None:
             yield from plan.slow_faults(tokenizer, data[0].row)
             yield from plan.length_faults(longest, _positions(run.model))
-            yield from _window_faults(run.model, "episode.max_tokens", plan.settings.max_tokens, longest)
+            yield from _window_faults(run, "episode.max_tokens", plan.settings.max_tokens, longest)
         elif run.algorithm.responses == "sampled":
             yield from _sampling_faults(run, tokenizer, longest)
-            yield from _window_faults(run.model, "rollout.max_tokens", run.rollout.max_tokens, longest)
+            yield from _window_faults(run, "rollout.max_tokens", run.rollout.max_tokens, longest)
     except (UsageError, OSError, ValueError) as error:
         yield f"data: {error}"
     if run.validation is not None:
         try:
-            counts.append(f"validation: {run.dataset(tokenizer, run.validation).counts}")
+            held_out = run.dataset(tokenizer, run.validation)
+            counts.append(f"validation: {held_out.counts}")
+            yield from lacking(run.scored, held_out, "validation")
         except (UsageError, OSError, ValueError) as error:
             yield f"validation: {error}"
 
@@ -321,7 +323,7 @@ def _positions(model: str) -> int | None:
     return found if isinstance(found, int) else None
 
 
-def _window_faults(model: str, setting: str, most: int, longest: int) -> Iterator[str]:
+def _window_faults(run: Run, setting: str, most: int, longest: int) -> Iterator[str]:
     """A fault if an episode can be longer than the window of tokens that the model's layers attend to.
 
     Args:
@@ -332,7 +334,7 @@ def _window_faults(model: str, setting: str, most: int, longest: int) -> Iterato
 
     from rlmesh.rl.engines.training.pack_check import window_of
 
-    window = window_of(AutoConfig.from_pretrained(model))
+    window = window_of(AutoConfig.from_pretrained(run.model)) if run.trains else None
     if window is not None and longest + most > window:
         yield (
             f"{setting}={most} after a prompt of {longest} tokens are more than the sliding window of {window} tokens "
@@ -351,7 +353,7 @@ def _pack_faults(run: Run) -> Iterator[str]:
         models["reference.model"] = run.reference.model
     if "critic" in run.algorithm.needs and run.critic.model:
         models["critic.model"] = run.critic.model
-    for name, model in models.items():
+    for name, model in models.items() if run.trains else ():
         try:
             fault = static_fault(AutoConfig.from_pretrained(model))
         except (OSError, ValueError):  # loading the model reports it

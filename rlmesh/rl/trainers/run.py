@@ -191,6 +191,11 @@ class Run:
             raise UsageError("Run: " + "\n  ".join(faults))
 
     @property
+    def trains(self) -> bool:
+        """True if the run trains; an evaluation only samples."""
+        return True
+
+    @property
     def scored(self) -> tuple[Reward | RewardModel, ...]:
         """The rewards as `Reward` and `RewardModel` objects."""
         return tuple(one for one in self.rewards if isinstance(one, Reward | RewardModel))
