@@ -78,11 +78,11 @@ class PrefixLayout:
         """Prepare ``segments`` for a device."""
         kept = tuple(segment for segment in segments if segment.length)
         tokens = sum(segment.length for segment in kept)
+        keys = [s.prefix_length + s.length for s in kept]
         if torch.device(device).type == "cpu":
             short = [s for s in kept if s.prefix_length + s.length <= LONG]
             alone = tuple(s for s in kept if s.prefix_length + s.length > LONG)
-            return cls(tokens, kept, tuple(_batches(short)), alone)
-        keys = [s.prefix_length + s.length for s in kept]
+            return cls(tokens, kept, tuple(_batches(short)), alone, longest_keys=max(keys, default=0))
         prefixed = any(s.prefix_length for s in kept)
         return cls(
             tokens,

@@ -170,3 +170,57 @@ def test_dropout_in_the_attention_is_refused() -> None:
     one = pack(DRAWN.episodes, token_budget=1000).by_rank[0][0]
     with pytest.raises(UsageError, match="without dropout"):
         packed_log_probs(model, PackedInputs(one, "cpu"))
+
+
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64,
+}  # fmt: skip
+
+
+def of_kind(kind: str, **options: Any) -> Any:
+    import transformers
+
+    torch.manual_seed(0)
+    config: Any = transformers.AutoConfig.for_model(kind, **(SIZES | options))
+    return transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "fault"),
+    [
+        ("granite", {"logits_scaling": 8.0}, "not the output of its head"),
+        ("stablelm", {}, "other results on a pack"),
+        ("rwkv", {"attention_hidden_size": 32}, "other results on a pack"),
+        ("bloom", {"n_layer": 2, "n_head": 4}, "fail on a pack"),
+        ("lfm2", {"layer_types": ["conv", "full_attention"]}, "layers of type conv"),
+    ],
+)
+def test_models_whose_packs_differ_from_rows_alone_are_refused(kind: str, options: dict[str, Any], fault: str) -> None:
+    model = of_kind(kind, **options)
+    before = model.config._attn_implementation
+    for _ in range(2):
+        with pytest.raises(UsageError, match=fault):
+            prepare(model)
+    assert model.config._attn_implementation == before
+    assert model(input_ids=torch.tensor([[3, 4]])).logits.shape == (1, 2, VOCABULARY)  # padded batches still work
+
+
+def test_the_check_of_packs_leaves_mode_and_generators_as_they_were() -> None:
+    model = make("llama").train()
+    model.model.layers[0].eval()
+    torch.manual_seed(5)
+    state = torch.get_rng_state()
+    prepare(model)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert model.training and not model.model.layers[0].training and model.model.layers[1].training
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_episodes_beyond_a_sliding_window_are_refused() -> None:
+    model = of_kind("mistral", sliding_window=12, head_dim=8)
+    prepare(model)
+    short, long = (episodes_of([(prompt, [9])], 3) for prompt in (3, 4))
+    packed_log_probs(model, PackedInputs(pack(short.episodes, token_budget=100).by_rank[0][0], "cpu"))
+    with pytest.raises(UsageError, match=r"13 tokens.*window of 12"):
+        packed_log_probs(model, PackedInputs(pack(long.episodes, token_budget=100).by_rank[0][0], "cpu"))

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,8 @@ from typing import Any
 import pytest
 
 from rlmesh.errors import UsageError
-from rlmesh.rl.algorithms import GRPO, PPO
+from rlmesh.rl.algorithms import GRPO, PPO, Algorithm
+from rlmesh.rl.evaluation.evaluate import EvaluationRun
 from rlmesh.rl.rewards import Reward
 from rlmesh.rl.trainers import preflight
 from rlmesh.rl.trainers.run import Run
@@ -195,6 +197,10 @@ def wrong_length(responses: list[str]) -> list[float]:
     return [0.0] * (len(responses) + 1)
 
 
+def matches(response: str, ground_truth: str) -> float:
+    return float(response == ground_truth)
+
+
 def templated(response: str, prompt: str) -> float:
     raise KeyError(prompt.replace(" ", ""))
 
@@ -212,6 +218,14 @@ def raises(response: str) -> float:
         ({"data": ROWS[:3], "batch_size": 4}, "3 prompts are too few for a batch of 4"),
         ({"data": [{"prompt": [{"role": "user", "content": "a"}]}]}, "template"),
         ({"data": [{"text": "a"}]}, "row 0 has no column 'prompt'"),
+        (
+            {"rewards": [matches], "data": [*ROWS[:9], {"prompt": "a>"}, {"prompt": "b>", "ground_truth": None}]},
+            "2 of 11 rows cannot be scored; row 9: reward 'matches' wants 'ground_truth'",
+        ),
+        (
+            {"rewards": [matches], "validation": [*ROWS[:2], {"prompt": "a>"}]},
+            "validation: 1 of 3 rows cannot be scored; row 2: reward 'matches'",
+        ),
         ({"rewards": [wrong_length]}, "returned list of length 2 for 1 responses"),
         ({"rewards": [raises]}, "reward 'raises' fails on row 0"),
         ({"rewards": [raises], "data": [{"question": "a>"}] * 8, "prompt_key": "question"}, "reward 'raises' fails"),
@@ -231,6 +245,51 @@ def test_faults_are_told_before_any_process_starts(tiny: Path, changes: dict[str
     with pytest.raises(UsageError) as raised:
         small(tiny, **changes).submit()
     assert said in str(raised.value) and "the run cannot start" in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "said"),
+    [
+        ("mistral", {"sliding_window": 8, "head_dim": 8}, "more than the sliding window of 8 tokens"),
+        ("lfm2", {"layer_types": ["conv", "full_attention"]}, "has layers of type conv"),
+    ],
+)
+def test_models_that_would_train_with_wrong_numbers_are_told_before_any_process_starts(
+    tiny: Path, tmp_path: Path, kind: str, options: dict[str, Any], said: str
+) -> None:
+    from transformers import AutoConfig
+
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+    config: Any = AutoConfig.for_model(kind, **(sizes | options))
+    for path in tiny.glob("tokenizer*"):
+        shutil.copy(path, tmp_path)
+    config.save_pretrained(tmp_path)
+    run = small(tmp_path, rollout=RolloutSettings(max_tokens=8, stop_token_ids=[1]))
+    with pytest.raises(UsageError, match=said):
+        run.check()
+    # An evaluation only samples.
+    EvaluationRun(**{one.name: getattr(run, one.name) for one in fields(Run)} | {"algorithm": Algorithm()}).check()
+
+
+def test_end_tokens_that_responses_or_prompts_would_not_have_right_are_told(tiny: Path, tmp_path: Path) -> None:
+    from transformers import AutoTokenizer
+
+    shutil.copytree(tiny, tmp_path / "model")
+    config = json.loads((tiny / "config.json").read_text())
+    (tmp_path / "model" / "generation_config.json").unlink()
+    (tmp_path / "model" / "config.json").write_text(json.dumps(config | {"eos_token_id": [5]}))
+    lone = small(tmp_path / "model")
+    with pytest.raises(UsageError, match=r"'<end>' \(1\) is none of the end tokens .* \(5\), so no response would end"):
+        lone.check()
+    replace(lone, rollout=replace(lone.rollout, stop_token_ids=[1])).check()
+    name = tmp_path / "model" / "tokenizer.json"
+    parts = [{"Sequence": {"id": "A", "type_id": 0}}, {"SpecialToken": {"id": "<end>", "type_id": 0}}]
+    special = {"<end>": {"id": "<end>", "ids": [1], "tokens": ["<end>"]}}
+    after = {"type": "TemplateProcessing", "single": parts, "pair": parts, "special_tokens": special}
+    name.write_text(json.dumps(json.loads(name.read_text()) | {"post_processor": after}))
+    assert AutoTokenizer.from_pretrained(tmp_path / "model")("a").input_ids[-1] == 1
+    with pytest.raises(UsageError, match="its tokenizer appends its end token '<end>' to prompts"):
+        replace(lone, rollout=replace(lone.rollout, stop_token_ids=[1])).check()
 
 
 def test_faults_of_rewards_and_data_come_together_and_before_torch_is_loaded(tiny: Path) -> None:

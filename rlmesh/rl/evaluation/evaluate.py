@@ -34,6 +34,10 @@ class EvaluationRun(Run):
 
     checkpoint: str | None = None
 
+    @property
+    def trains(self) -> bool:
+        return False
+
 
 @dataclass(frozen=True)
 class EvaluationResult:

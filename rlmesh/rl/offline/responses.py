@@ -80,8 +80,9 @@ class OfflineBuffer:
 
 
 def offline_groups(
-    drawn: Sequence[Drawn], tokenizer: Any, kind: Responses, most_tokens: int, key: str = "prompt"
-) -> list[Group]:
+    drawn: Sequence[Drawn], tokenizer: Any, kind: Responses, most_tokens: int, key: str = "prompt",
+    pad: int | None = None,
+) -> list[Group]:  # fmt: skip
     """One group per prompt, with the responses of its row; longer responses are cut. The two responses of a ``ranked``
     pair are in two groups: they are part of the prompts, which must be equal in a group.
 
@@ -91,25 +92,36 @@ def offline_groups(
         kind: the kind of responses that the algorithm needs.
         most_tokens: the most tokens of a response.
         key: the column of the prompts.
+        pad: the padding token of a ``ranked`` pair's reward model; None: it has none.
     """
     found = []
     for one in drawn:
-        row = one.prompt.row
-        episodes = [_episode(one, text, tokenizer, kind, most_tokens, key) for text in response_texts(row, kind)]
+        row, texts = one.prompt.row, response_texts(one.prompt.row, kind)
+        if kind == "ranked":
+            episodes = [_ranked(one, text, tokenizer, most_tokens, key, pad) for text in texts]
+        else:
+            episodes = [_episode(one, text, tokenizer, most_tokens, key) for text in texts]
         parts = [(episode,) for episode in episodes] if kind == "ranked" else [tuple(episodes)]
         found += [Group(one.key, part, row) for part in parts]
     return found
 
 
-def _episode(one: Drawn, text: str, tokenizer: Any, kind: Responses, most_tokens: int, key: str) -> Episode:
+def _episode(one: Drawn, text: str, tokenizer: Any, most_tokens: int, key: str) -> Episode:
     prompt = one.prompt.ids.tolist()
     ids = _response_ids(one.prompt.row[key], prompt, text, tokenizer)
-    cut, ids = len(ids) > most_tokens, ids[:most_tokens]
-    reason = "length" if cut else "stop"
-    if kind == "ranked":
-        # Only the value of the whole response counts: the value before a further token, which is added here.
-        return Episode((Turn.said([*prompt, *ids]), _given([ids[-1]])), reason)
-    return Episode((Turn.said(prompt), _given(ids)), reason)
+    return Episode((Turn.said(prompt), _given(ids[:most_tokens])), "length" if len(ids) > most_tokens else "stop")
+
+
+def _ranked(one: Drawn, text: str, tokenizer: Any, most_tokens: int, key: str, pad: int | None) -> Episode:
+    """A conversation whose value counts at the token at which the reward model is read when it scores: a classifier of
+    transformers is read at its last token that is no padding, and the end token often is the padding token."""
+    whole = conversation_ids(tokenizer, one.prompt.row[key], text)
+    most = len(one.prompt.ids) + most_tokens
+    cut, ids = len(whole) > most, whole[:most]
+    while len(ids) > 1 and ids[-1] == pad:
+        ids.pop()
+    # Targets have the value before them, so a further token is added.
+    return Episode((Turn.said(ids), _given([ids[-1]])), "length" if cut else "stop")
 
 
 def _given(ids: Sequence[int]) -> Turn:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -37,7 +38,15 @@ class OfflineTrainer(Trainer):
         """Groups of the responses in the prompts' rows."""
         run = self.settings
         most, key = run.rollout.max_tokens, run.prompt_key
-        return offline_groups(drawn, self.tokenizer, self.algorithm.responses, most, key)
+        return offline_groups(drawn, self.tokenizer, self.algorithm.responses, most, key, self.pad)
+
+    @cached_property
+    def pad(self) -> int | None:
+        """The padding token of the model in training, as a scorer of `RewardModel` finds it."""
+        from transformers import AutoConfig
+
+        own: int | None = getattr(AutoConfig.from_pretrained(self.settings.model), "pad_token_id", None)
+        return self.tokenizer.pad_token_id if own is None else own
 
     def publish(self) -> None:
         """Pushes nothing: no engine takes the weights."""

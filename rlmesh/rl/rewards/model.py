@@ -130,6 +130,7 @@ class RewardModel:
         responses: Sequence[Response],
         rows: Sequence[Mapping[str, Any]],
         group: Callable[[str], Any] = RoleGroup,
+        prompt_key: str = "prompt",
     ) -> Callable[[], list[Outcome]]:
         """Send responses to the role; returns a function that waits for their outcomes, in the same order.
 
@@ -139,8 +140,9 @@ class RewardModel:
             responses: the responses to score.
             rows: the row of each response.
             group: function from the name of a role to its members.
+            prompt_key: the column of the prompts.
         """
-        sent = [conversation(response, row) for response, row in zip(responses, rows, strict=True)]
+        sent = [conversation(response, row, prompt_key) for response, row in zip(responses, rows, strict=True)]
 
         def failed(error: Exception) -> list[Outcome]:
             logger.warning("reward model %r failed on %d responses", self.name, len(sent), exc_info=error)
@@ -161,12 +163,13 @@ class RewardModel:
 
         return wait
 
-    def faults(self, tokenizer: Any, row: Mapping[str, Any]) -> Iterator[str]:
+    def faults(self, tokenizer: Any, row: Mapping[str, Any], prompt_key: str = "prompt") -> Iterator[str]:
         """One sentence per fault that can be found without loading the weights.
 
         Args:
             tokenizer: the tokenizer of the policy.
             row: row 0 of the data.
+            prompt_key: the column of the prompts.
         """
         from transformers import AutoConfig, AutoTokenizer
 
@@ -189,7 +192,7 @@ class RewardModel:
         if self.inputs == "ids":
             if own.get_vocab() != tokenizer.get_vocab():
                 yield "inputs='ids', but its tokenizer has another vocabulary than the policy's: use inputs='text'"
-        elif not isinstance(row.get("prompt", ""), str) and not own.chat_template:
+        elif not isinstance(row.get(prompt_key, ""), str) and not own.chat_template:
             yield "the prompts are chat messages, but its tokenizer has no chat template"
 
     def label_of(self, config: Any) -> int | None:
@@ -234,9 +237,9 @@ def _lacking(folder: Path, config: Any) -> list[str]:
     return sorted(name for name in model.state_dict() if not name.startswith(body) and name not in names)
 
 
-def conversation(response: Response, row: Mapping[str, Any]) -> Conversation:
-    """The `Conversation` of a response and its row."""
-    prompt: Any = row.get("prompt", response.prompt)
+def conversation(response: Response, row: Mapping[str, Any], prompt_key: str = "prompt") -> Conversation:
+    """The `Conversation` of a response and its row, whose column ``prompt_key`` has the prompt."""
+    prompt: Any = row.get(prompt_key, response.prompt)
     if not isinstance(prompt, str):
         prompt = [dict(message) for message in prompt]
     return Conversation(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from typing import Any
 
 import numpy as np
@@ -24,6 +24,13 @@ def to_outcome(value: Any) -> Outcome:
     anything else                 a failure that names the type
     ============================  ==========================================================================
     """
+    try:
+        return _converted(value)
+    except (TypeError, ValueError, OverflowError) as error:  # a number that is too large, an array of texts
+        return Failed(f"the scorer returned {type(value).__name__}, which is no score: {error}")
+
+
+def _converted(value: Any) -> Outcome:
     if isinstance(value, (Score, Abstain, Failed)):
         return value
     if value is None:
@@ -52,13 +59,16 @@ def to_outcomes(value: Any, size: int) -> list[Outcome]:
     """The outcomes for a return value of a batched reward function.
 
     Args:
-        value: a sequence or array of ``size`` values; with anything else, all responses are `Failed`.
+        value: a sequence, array or iterator of ``size`` values; with anything else, such as a set, which has no order,
+            all responses are `Failed`.
         size: number of responses.
     """
     try:
-        values = [] if isinstance(value, (str, bytes, Mapping)) else list(value)
+        values = [] if isinstance(value, (str, bytes, Mapping, Set)) else list(value)
     except TypeError:
         values = []
+    except Exception as error:  # a generator runs the scorer's code
+        return [Failed(f"{type(error).__name__}: {error}")] * size
     if len(values) != size:
         length = f" of length {len(value)}" if hasattr(value, "__len__") else ""
         reason = f"the scorer returned {type(value).__name__}{length} for {size} responses: expected a list of as many"
@@ -121,6 +131,6 @@ def metrics_of(outcomes: Sequence[Mapping[str, Outcome]]) -> dict[str, float]:
 
 def _is_number(value: Any) -> bool:
     if isinstance(value, (int, float, np.number)):
-        return True
+        return not isinstance(value, np.complexfloating)  # float() would leave the imaginary part out
     # True for tensors and arrays of one number too, without importing torch.
     return hasattr(value, "item") and getattr(value, "shape", None) in ((), (1,))

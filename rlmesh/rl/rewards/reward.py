@@ -168,11 +168,22 @@ class Reward:
             return row
         if name == "extra_info":
             return row.get("extra_info")
-        value = ground_truth_of(row) if name == "ground_truth" else row.get(name)
-        if value is None:
-            where = "reward_model.ground_truth or ground_truth" if name == "ground_truth" else name
-            raise UsageError(f"reward {self.name!r} wants {name!r}, but the row has no {where}: it has {sorted(row)}")
-        return value
+        if fault := self._lacks(name, row):
+            raise UsageError(fault)
+        return ground_truth_of(row) if name == "ground_truth" else row.get(name)
+
+    def lacks(self, row: Mapping[str, Any]) -> str:
+        """A sentence about an input of the function that a row lacks; ``""`` if it has all."""
+        wanted = (_BATCHED.get(name, name) for name in self.wanted())
+        return next(filter(None, (self._lacks(name, row) for name in wanted)), "")
+
+    def _lacks(self, name: str, row: Mapping[str, Any]) -> str:
+        if name not in ("ground_truth", "data_source"):
+            return ""
+        if (ground_truth_of(row) if name == "ground_truth" else row.get(name)) is not None:
+            return ""
+        where = "reward_model.ground_truth or ground_truth" if name == "ground_truth" else name
+        return f"reward {self.name!r} wants {name!r}, but the row has no {where}: it has {sorted(row)}"
 
 
 def ground_truth_of(row: Mapping[str, Any]) -> Any:

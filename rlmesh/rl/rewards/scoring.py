@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -14,13 +13,14 @@ import numpy as np
 from rlmesh import RoleGroup
 from rlmesh.errors import UsageError
 from rlmesh.rl.data.loader import Prompts
+from rlmesh.rl.rewards.coroutines import failure_of, put_outcomes, run_together
 from rlmesh.rl.rewards.model import RewardModel
-from rlmesh.rl.rewards.outcomes import combine, metrics_of, to_outcome, to_outcomes
+from rlmesh.rl.rewards.outcomes import combine, metrics_of
 from rlmesh.rl.rewards.process_pool import ScoringPool
 from rlmesh.rl.rewards.reward import Response, Reward, ground_truth_of
 from rlmesh.rl.types import Abstain, Episode, Failed, Group, Outcome, Score
 
-__all__ = ["Decoder", "Rewards", "unscored"]
+__all__ = ["Decoder", "Rewards", "lacking", "unscored"]
 
 logger = logging.getLogger(__name__)
 
@@ -45,6 +45,7 @@ class Rewards:
         examine: print this many scored responses of each batch, spread over it.
         group: function from the name of a role to its members; finds the roles of reward models.
         required: False allows no reward at all; each episode then abstains.
+        prompt_key: the column of the prompts, for reward models.
 
     Raises:
         UsageError: no reward, or two of one name.
@@ -60,6 +61,7 @@ class Rewards:
         examine: int = 0,
         group: Callable[[str], Any] = RoleGroup,
         required: bool = True,
+        prompt_key: str = "prompt",
     ) -> None:
         names = [reward.name for reward in rewards]
         if twice := {name for name in names if names.count(name) > 1}:
@@ -72,7 +74,7 @@ class Rewards:
         self._pools: dict[float, ScoringPool] = {}
         self._lock = threading.Lock()
         """Held while a pool is made, and while an inline function runs: `score` may be called on several threads."""
-        self._workers, self._memory_bytes = workers, memory_bytes
+        self._workers, self._memory_bytes, self._prompt_key = workers, memory_bytes, prompt_key
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_pools": {}, "_lock": None}  # another process makes pools of its own
@@ -131,12 +133,11 @@ class Rewards:
         pending: list[tuple[str, list[int], Callable[[], Any]]] = []
         coroutines: list[tuple[Reward, list[int], dict[str, Any]]] = []
         for reward in self.rewards.values():
-            places = [i for i, row in enumerate(rows) if reward.scores(row)]
-            for i in set(range(len(rows))).difference(places):
-                found[i][reward.name] = Abstain("the reward is for other data")
+            places = self._scorable(reward, rows, found)
             if isinstance(reward, RewardModel):
                 if places:
-                    wait = reward.start([responses[i] for i in places], [rows[i] for i in places], self._group)
+                    own = [responses[i] for i in places], [rows[i] for i in places]
+                    wait = reward.start(*own, self._group, self._prompt_key)
                     pending.append((reward.name, places, wait))
                 continue
             for part in [places] if reward.batched and places else [[i] for i in places]:
@@ -153,12 +154,28 @@ class Rewards:
                     one = self._pool(reward.timeout_s).submit(reward.name, **arguments)
                     pending.append((reward.name, part, one.result))
         if coroutines:
-            asyncio.run(self._together(coroutines, found))
+            run_together(coroutines, found)
         for name, places, wait in pending:
             result = wait()
             for place, outcome in zip(places, result if isinstance(result, list) else [result], strict=True):
                 found[place][name] = outcome
         return [{name: each[name] for name in self.rewards} for each in found]
+
+    @staticmethod
+    def _scorable(
+        reward: Reward | RewardModel, rows: Sequence[Mapping[str, Any]], found: list[dict[str, Outcome]]
+    ) -> list[int]:
+        """The indices of the rows that a reward scores; the outcomes of the others are stored. A row that lacks an
+        input of the function does not end the run."""
+        places = []
+        for i, row in enumerate(rows):
+            if not reward.scores(row):
+                found[i][reward.name] = Abstain("the reward is for other data")
+            elif isinstance(reward, Reward) and (fault := reward.lacks(row)):
+                found[i][reward.name] = Failed(fault)
+            else:
+                places.append(i)
+        return places
 
     def total(self, episode: Episode) -> Outcome:
         """The weighted sum of an episode's rewards."""
@@ -202,24 +219,10 @@ class Rewards:
     def _here(reward: Reward, places: list[int], arguments: dict[str, Any], found: list[dict[str, Outcome]]) -> None:
         try:
             value = reward.function(**arguments)
-        except Exception as error:
+        except (Exception, SystemExit) as error:  # a scorer's sys.exit() must not end the run
             logger.warning("reward %r failed on %d responses", reward.name, len(places), exc_info=True)
-            value = [_failed(error)] * len(places) if reward.batched else _failed(error)
-        _put(reward, places, value, found)
-
-    @staticmethod
-    async def _together(calls: list[tuple[Reward, list[int], dict[str, Any]]], found: list[dict[str, Outcome]]) -> None:
-        async def one(reward: Reward, places: list[int], arguments: dict[str, Any]) -> None:
-            try:
-                value = await asyncio.wait_for(reward.function(**arguments), reward.timeout_s)
-            except TimeoutError:
-                failed = Failed(f"timeout: the scorer ran longer than {reward.timeout_s:g} s")
-                value = [failed] * len(places) if reward.batched else failed
-            except Exception as error:
-                value = [_failed(error)] * len(places) if reward.batched else _failed(error)
-            _put(reward, places, value, found)
-
-        await asyncio.gather(*(one(*call) for call in calls))
+            value = failure_of(reward, places, error)
+        put_outcomes(reward, places, value, found)
 
 
 def unscored(rewards: Sequence[Reward | RewardModel], data: Prompts) -> Iterator[str]:
@@ -231,11 +234,20 @@ def unscored(rewards: Sequence[Reward | RewardModel], data: Prompts) -> Iterator
         yield f"data: no reward is for data_source {', '.join(without[:5])}; the rewards are for {', '.join(sources)}"
 
 
-def _put(reward: Reward, places: list[int], value: Any, found: list[dict[str, Outcome]]) -> None:
-    """Store the outcomes of a call for its responses."""
-    outcomes = to_outcomes(value, len(places)) if reward.batched else [to_outcome(value)]
-    for place, outcome in zip(places, outcomes, strict=True):
-        found[place][reward.name] = outcome
+def lacking(rewards: Sequence[Reward | RewardModel], data: Prompts, name: str) -> Iterator[str]:
+    """One sentence per reward function whose inputs some rows lack: their responses would all fail.
+
+    Args:
+        name: the name of the data's setting.
+    """
+    for reward in rewards:
+        if not isinstance(reward, Reward):
+            continue
+        prompts = (data[place] for place in range(len(data)))
+        found = [(one.index, fault) for one in prompts if reward.scores(one.row) and (fault := reward.lacks(one.row))]
+        if found:
+            index, fault = found[0]
+            yield f"{name}: {len(found)} of {len(data)} rows cannot be scored; row {index}: {fault}"
 
 
 def _shown(response: Response, row: Mapping[str, Any], outcomes: Mapping[str, Outcome]) -> str:
@@ -243,7 +255,3 @@ def _shown(response: Response, row: Mapping[str, Any], outcomes: Mapping[str, Ou
     if (truth := ground_truth_of(row)) is not None:
         lines.append(f"[ground truth] {truth}")
     return "\n".join([*lines, *(f"[{name}] {outcome}" for name, outcome in outcomes.items())])
-
-
-def _failed(error: Exception) -> Failed:
-    return Failed(f"{type(error).__name__}: {error}")

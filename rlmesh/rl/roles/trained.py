@@ -22,7 +22,7 @@ from rlmesh.rl.checkpoints.store import checkpoint_folder, read_checkpoint, save
 from rlmesh.rl.components import Columns
 from rlmesh.rl.engines.training import ranks
 from rlmesh.rl.engines.training.liger import use_liger_layers
-from rlmesh.rl.engines.training.packed import PackedBatch
+from rlmesh.rl.engines.training.packed import PackedBatch, prepare
 from rlmesh.rl.engines.training.protocol import Saving, StepReport, TrainingEngine, TrainingOptions
 from rlmesh.rl.packing import Pack
 from rlmesh.rl.roles.defaults import choose_device, keep_objects, run_settings
@@ -99,8 +99,15 @@ class TrainedRole(TakesTurns):
         self.turns.add(TRAINING, wake=lambda: self.engine.reload(), sleep=lambda: self.engine.offload())
 
     def make_engine(self) -> TrainingEngine:
-        """Make a new model, and the training engine that the settings name."""
-        return make_engine(self.run_settings.train, self.make_model(), self.settings, self.run_settings.steps)
+        """Make a new model, and the training engine that the settings name.
+
+        Raises:
+            UsageError: the model cannot compute packs, or see :func:`make_engine`.
+        """
+        model = self.make_model()
+        if self.run_settings.trains and hasattr(model, "set_attn_implementation"):
+            prepare(model)  # before the weights are sharded: the first call compares packs with rows alone
+        return make_engine(self.run_settings.train, model, self.settings, self.run_settings.steps)
 
     def make_model(self) -> nn.Module:
         """The model to train, in float32, on this rank's device."""

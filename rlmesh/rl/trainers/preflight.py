@@ -17,6 +17,7 @@ from rlmesh.rl.faults import similar_path
 from rlmesh.rl.rewards.reward import Reward
 
 if TYPE_CHECKING:
+    from rlmesh.rl.data.dataset import Prompt
     from rlmesh.rl.rewards.model import RewardModel
     from rlmesh.rl.trainers.run import Run
 
@@ -252,7 +253,7 @@ def _slow_faults(run: Run, counts: list[str], tried: set[str]) -> Iterator[str]:
     Rewards in ``tried`` are not tried again."""
     from rlmesh.rl.data.loader import PromptLoader
     from rlmesh.rl.offline.responses import response_texts
-    from rlmesh.rl.rewards.scoring import unscored
+    from rlmesh.rl.rewards.scoring import lacking, unscored
     from rlmesh.rl.rollout.episodes.plan import EpisodePlan
 
     try:
@@ -261,18 +262,24 @@ def _slow_faults(run: Run, counts: list[str], tried: set[str]) -> Iterator[str]:
         yield f"model={run.model!r}: {error}"
         return
     yield from _teacher_faults(run, tokenizer)
+    yield from _pack_faults(run)
     try:
         data = run.dataset(tokenizer)
         counts.append(f"data: {data.counts}")
+        yield from _end_faults(run, tokenizer, data[0])
         if run.algorithm.responses != "sampled":
             for place in range(len(data)):
                 response_texts(data[place].row, run.algorithm.responses)
-        yield from _function_faults(
-            [one for one in run.scored if one.name not in tried], tokenizer, data[0], _extras(run, data[0].row)
-        )
+        faults = [
+            *_function_faults(
+                [one for one in run.scored if one.name not in tried], tokenizer, data[0], _extras(run, data[0].row)
+            )
+        ]
+        yield from faults or lacking(run.scored, data, "data")
         for model in run.reward_models:
             if model.scores(data[0].row):
-                yield from (f"reward model {model.name!r}: {fault}" for fault in model.faults(tokenizer, data[0].row))
+                wrong = model.faults(tokenizer, data[0].row, run.prompt_key)
+                yield from (f"reward model {model.name!r}: {fault}" for fault in wrong)
         yield from unscored(run.scored, data) if run.scored else ()
         PromptLoader(data, run.batch_size)
         longest = 0
@@ -281,13 +288,17 @@ def _slow_faults(run: Run, counts: list[str], tried: set[str]) -> Iterator[str]:
         if (plan := EpisodePlan.of(run)) is not None:
             yield from plan.slow_faults(tokenizer, data[0].row)
             yield from plan.length_faults(longest, _positions(run.model))
+            yield from _window_faults(run, "episode.max_tokens", plan.settings.max_tokens, longest)
         elif run.algorithm.responses == "sampled":
             yield from _sampling_faults(run, tokenizer, longest)
+            yield from _window_faults(run, "rollout.max_tokens", run.rollout.max_tokens, longest)
     except (UsageError, OSError, ValueError) as error:
         yield f"data: {error}"
     if run.validation is not None:
         try:
-            counts.append(f"validation: {run.dataset(tokenizer, run.validation).counts}")
+            held_out = run.dataset(tokenizer, run.validation)
+            counts.append(f"validation: {held_out.counts}")
+            yield from lacking(run.scored, held_out, "validation")
         except (UsageError, OSError, ValueError) as error:
             yield f"validation: {error}"
 
@@ -312,6 +323,45 @@ def _positions(model: str) -> int | None:
     return found if isinstance(found, int) else None
 
 
+def _window_faults(run: Run, setting: str, most: int, longest: int) -> Iterator[str]:
+    """A fault if an episode can be longer than the window of tokens that the model's layers attend to.
+
+    Args:
+        setting, most: name and value of the limit of an episode's tokens after its prompt.
+        longest: tokens of the longest prompt.
+    """
+    from transformers import AutoConfig
+
+    from rlmesh.rl.engines.training.pack_check import window_of
+
+    window = window_of(AutoConfig.from_pretrained(run.model)) if run.trains else None
+    if window is not None and longest + most > window:
+        yield (
+            f"{setting}={most} after a prompt of {longest} tokens are more than the sliding window of {window} tokens "
+            "that the model's layers attend to, which training does not support yet: lower it"
+        )
+
+
+def _pack_faults(run: Run) -> Iterator[str]:
+    """One sentence per model that certainly gives wrong results on packs. The models themselves show the rest."""
+    from transformers import AutoConfig
+
+    from rlmesh.rl.engines.training.pack_check import static_fault
+
+    models = {"model": run.model}
+    if "reference" in run.algorithm.needs and run.reference.model:
+        models["reference.model"] = run.reference.model
+    if "critic" in run.algorithm.needs and run.critic.model:
+        models["critic.model"] = run.critic.model
+    for name, model in models.items() if run.trains else ():
+        try:
+            fault = static_fault(AutoConfig.from_pretrained(model))
+        except (OSError, ValueError):  # loading the model reports it
+            continue
+        if fault:
+            yield f"{name}={model!r} {fault}: a run computes its batches as packs"
+
+
 def _teacher_faults(run: Run, tokenizer: Any) -> Iterator[str]:
     """A fault if the reference is a model with another tokenizer: its log-probabilities would belong to other texts."""
     model = run.reference.model
@@ -326,6 +376,42 @@ def _teacher_faults(run: Run, tokenizer: Any) -> Iterator[str]:
         return
     if other.get_vocab() != tokenizer.get_vocab():
         yield f"reference.model={model!r} has other tokens than model={run.model!r}: both must have the same tokenizer"
+
+
+def _end_faults(run: Run, tokenizer: Any, prompt: Prompt) -> Iterator[str]:
+    """Faults of end tokens: the tokenizer appends its own to prompts, or no response would end with it."""
+    end = tokenizer.eos_token_id
+    if end is None or run.algorithm.responses == "ranked":
+        return
+    text = prompt.row.get(run.prompt_key)
+    if isinstance(text, str) and prompt.ids[-1] == end and not text.endswith(tokenizer.eos_token):
+        yield (
+            f"model={run.model!r}: its tokenizer appends its end token {tokenizer.eos_token!r} to prompts, so they end "
+            "before the response begins: set add_eos_token to false in tokenizer_config.json, or remove the token from "
+            "the post_processor of tokenizer.json"
+        )
+    if run.algorithm.responses != "sampled" or end in run.rollout.stop_token_ids:
+        return
+    ends = _end_tokens(run.model)
+    if end not in ends:
+        yield (
+            f"model={run.model!r}: its tokenizer's end token {tokenizer.eos_token!r} ({end}) is none of the end tokens "
+            f"in its generation_config.json or config.json ({', '.join(map(str, ends)) or 'there are none'}), so no "
+            f"response would end with it: set rollout.stop_token_ids=[{end}]"
+        )
+
+
+def _end_tokens(model: str) -> list[int]:
+    """The tokens with which the engines end responses."""
+    from transformers import AutoConfig, GenerationConfig
+
+    try:
+        ends = GenerationConfig.from_pretrained(model).eos_token_id
+    except OSError:  # the folder may have no generation config
+        ends = None
+    if ends is None:
+        ends = getattr(AutoConfig.from_pretrained(model).get_text_config(), "eos_token_id", None)
+    return list(ends) if isinstance(ends, list | tuple) else [] if ends is None else [ends]
 
 
 def _tokenizer(run: Run) -> Any:

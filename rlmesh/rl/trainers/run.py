@@ -191,6 +191,11 @@ class Run:
             raise UsageError("Run: " + "\n  ".join(faults))
 
     @property
+    def trains(self) -> bool:
+        """True if the run trains; an evaluation only samples."""
+        return True
+
+    @property
     def scored(self) -> tuple[Reward | RewardModel, ...]:
         """The rewards as `Reward` and `RewardModel` objects."""
         return tuple(one for one in self.rewards if isinstance(one, Reward | RewardModel))
@@ -323,6 +328,11 @@ class Run:
             return
         if self.pipeline != "sync":
             yield f"pipeline={self.pipeline!r}: {name} samples nothing, so there is nothing to be ahead with"
+        if responses != "ranked" and getattr(self.rollout, "temperature", 1.0) != 1.0:
+            yield (
+                f"rollout.temperature={self.rollout.temperature}: {name} samples nothing, and its loss is that of the "
+                "model itself, at temperature 1; leave it out"
+            )
         if self.rewards:
             yield f"rewards: {name} learns from the responses of the data, which are not scored; leave rewards out"
         if self.placement == "fused":

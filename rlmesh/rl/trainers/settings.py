@@ -85,7 +85,8 @@ class ActorSettings:
         ranks: number of processes that train it together.
         lr: peak learning rate of AdamW; 0: nothing is learnt.
         warmup_steps: steps over which the learning rate rises from 0.
-        final_lr: the share of ``lr`` that is left at the last step; the rate falls linearly to it.
+        final_lr: the share of ``lr`` to which the rate falls linearly, and which it would reach right after the last
+            step.
         weight_decay: weight decay of AdamW; norms and biases do not decay.
         max_grad_norm: the gradient is scaled down to at most this norm; 0: never.
         epochs: passes over each batch.

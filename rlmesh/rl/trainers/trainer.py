@@ -61,7 +61,7 @@ class Trainer:
         self.rewards = Rewards(
             self.settings.scored, self.tokenizer, workers=self.settings.reward_workers,
             examine=self.settings.examine if self.settings.schedule.drains else 0, group=self.group,
-            required=self.algorithm.rewarded,
+            required=self.algorithm.rewarded, prompt_key=self.settings.prompt_key,
         )  # fmt: skip
         self.validation_rewards = self.rewards
         data = self.settings.dataset(self.tokenizer)

@@ -68,7 +68,9 @@ class WaitingTrainer(Trainer):
             self.validation_rewards = run.validation_manager
         elif run.validation_manager is not None:
             made = replace(run, rewards=run.validation_manager, validation_manager=None)
-            self.validation_rewards = Rewards(made.scored, self.tokenizer, workers=run.reward_workers)
+            self.validation_rewards = Rewards(
+                made.scored, self.tokenizer, workers=run.reward_workers, prompt_key=run.prompt_key
+            )
 
     @rpc
     def initialise(self) -> None:

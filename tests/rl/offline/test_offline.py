@@ -23,7 +23,7 @@ from rlmesh.rl.data.dataset import Prompt
 from rlmesh.rl.data.loader import Drawn
 from rlmesh.rl.offline.responses import offline_groups, response_texts
 from rlmesh.rl.trainers.run import Run, RunResult
-from rlmesh.rl.trainers.settings import ActorSettings, ReferenceSettings
+from rlmesh.rl.trainers.settings import ActorSettings, ReferenceSettings, RolloutSettings
 from tests.rl.run_job import is_a
 
 EXAMPLES = Path(__file__).parents[3] / "examples" / "trainings"
@@ -50,6 +50,10 @@ def make(model: Path, **changes: Any) -> Run:
         ({"actor": ActorSettings(epochs=2, minibatches=2)}, "actor.epochs and actor.minibatches must be 1"),
         ({"placement": "fused"}, "DPO samples nothing"),
         ({"algorithm": GRPO()}, "rewards: give at least one reward"),
+        (
+            {"rollout": RolloutSettings(temperature=0.7)},
+            "rollout.temperature=0.7: DPO samples nothing, and its loss is",
+        ),
         ({"reference": "big"}, "reference='big' must be"),
     ],
 )
@@ -104,6 +108,51 @@ def test_a_response_ends_with_the_end_token_and_a_ranked_one_has_a_single_target
     first, second = offline_groups(drawn, tokenizer, "ranked", 10)
     assert letters(first.episodes[0].prompt_ids.tolist()) == ["a", "b", ">", "a", "b", "c", "<end>"]
     assert first.episodes[0].mask.sum() == second.episodes[0].mask.sum() == 1
+
+
+CHATML = (
+    "{% for message in messages %}{{ message['content'] }}>{% if message['role'] == 'assistant' %}{{ eos_token }}h"
+    "{% endif %}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize("prompt", ["ab>", [{"role": "user", "content": "ab"}]])
+@pytest.mark.parametrize("pad", ["<pad>", "<end>"])
+def test_a_reward_model_is_trained_at_the_token_at_which_it_is_read(tmp_path: Path, prompt: Any, pad: str) -> None:
+    import torch
+    from transformers import AutoTokenizer
+
+    from rlmesh.rl.engines.training.packed import PackedInputs, prepare
+    from rlmesh.rl.packing import pack
+    from rlmesh.rl.rewards.model import Conversation, RewardModel
+    from rlmesh.rl.roles.reward import ModelScorer
+    from rlmesh.rl.roles.value_head import value_model
+    from rlmesh.rl.types import Score
+    from tests.rl.tiny import make_reward_model
+
+    make_reward_model(tmp_path, template=CHATML)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    tokenizer.pad_token = pad
+    tokenizer.save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"pad_token_id": tokenizer.pad_token_id}))
+    scorer, model = ModelScorer(RewardModel(str(tmp_path))), value_model(str(tmp_path)).eval()
+    prepare(model)
+    row = {"prompt": prompt, "chosen": "cde", "rejected": "f"}
+    drawn = [Drawn((0, 0), Prompt(np.asarray([2, 3, 10], np.int32), row, 0))]
+    groups = offline_groups(drawn, tokenizer, "ranked", 20, pad=tokenizer.pad_token_id)
+    episodes = [group.episodes[0] for group in groups]
+    asked = [
+        Conversation(one.ids, prompt, str(row[side]), True, 1)
+        for one, side in zip(episodes, ("chosen", "rejected"), strict=True)
+    ]
+    scored = scorer.score(asked)
+    with torch.no_grad():
+        (whole,) = pack(episodes, token_budget=100).by_rank[0]
+        trained = model(packed=PackedInputs(whole, "cpu")).tolist()
+    assert [one.value for one in scored if isinstance(one, Score)] == pytest.approx(
+        [value for _, value in sorted(zip(whole.rows.tolist(), trained, strict=True))], abs=1e-5
+    )
 
 
 # The examples

@@ -137,10 +137,14 @@ def test_faults_are_found_without_weights(tmp_path: Path, plain: Path) -> None:
         RewardModel("x", members=0, timeout_s=0, name="a-b")
 
 
+ASKED: list[Any] = []
+
+
 class Answers(RewardModel):
     """A reward model whose role is this process."""
 
-    def start(self, responses: Any, rows: Any, group: Any = None) -> Any:
+    def start(self, responses: Any, rows: Any, group: Any = None, prompt_key: str = "prompt") -> Any:
+        ASKED.append(conversation(responses[0], rows[0], prompt_key).prompt)
         found = [Score(float(len(response.text))) for response in responses]
         return lambda: found
 
@@ -174,6 +178,12 @@ def test_a_model_is_one_of_the_rewards_of_a_batch() -> None:
     sent = conversation(response, groups[0].row)
     assert (sent.prompt, sent.response, sent.ended, sent.turns) == ("a", "bc", True, 1)
     assert sent.ids.tolist() == [2, 3, 4, 1]
+
+
+def test_a_model_reads_the_prompts_of_the_column_that_the_run_names() -> None:
+    row = {"question": [{"role": "user", "content": "a"}], "prompt": "another column"}
+    Rewards([Answers("m")], Letters(), prompt_key="question").score([Group((0, 0), (episode("b"),), row)])
+    assert ASKED[-1] == row["question"]
 
 
 def test_a_role_that_does_not_answer_fails_its_responses_only() -> None:

@@ -4,6 +4,8 @@ import asyncio
 import math
 import os
 import pickle
+import sys
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -13,8 +15,8 @@ import numpy as np
 import pytest
 
 from rlmesh.errors import UsageError
-from rlmesh.rl.rewards import Reward, RewardModel, Rewards, gsm8k
-from rlmesh.rl.rewards.outcomes import combine, metrics_of, to_outcome
+from rlmesh.rl.rewards import Reward, RewardModel, Rewards, coroutines, gsm8k
+from rlmesh.rl.rewards.outcomes import combine, metrics_of, to_outcome, to_outcomes
 from rlmesh.rl.types import Abstain, Episode, Failed, Group, Score, Turn
 
 
@@ -137,12 +139,79 @@ def test_wrong_lengths_and_exceptions_fail_and_never_become_0(score: Any) -> Non
     assert metrics["reward_failed"] == 1 and math.isnan(metrics["reward_mean"]) and metrics["reward/nan/failed"] == 1
 
 
+def huge(response: str) -> int:
+    return 10**400
+
+
+def leaves(response: str) -> float:
+    sys.exit(0)
+
+
+async def huge_later(response: str) -> int:
+    return 10**400
+
+
+async def leaves_later(response: str) -> float:
+    sys.exit(0)
+
+
+@pytest.mark.parametrize("inline", [False, True])
+def test_a_function_that_exits_or_returns_no_number_fails_alone(score: Any, inline: bool) -> None:
+    rewards = [Reward(one, inline=inline) for one in (huge, leaves)]
+    rewards += [Reward(huge_later), Reward(leaves_later), Reward(brief, inline=inline)]
+    found, _ = score(rewards, [group("a", "b")])
+    for each in found:
+        assert "too large" in each["huge"].reason and "too large" in each["huge_later"].reason
+        assert each["leaves"] == each["leaves_later"] == Failed("SystemExit: 0")
+        assert each["brief"].value == 1
+
+
+def test_an_async_function_that_blocks_fails_after_its_deadline(score: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(coroutines, "SLACK_S", 0.5)
+    released = threading.Event()
+
+    async def blocks(response: str) -> float:
+        if response == "b":
+            await asyncio.sleep(0.1)
+            released.wait(60)
+        return 1.0
+
+    began = time.monotonic()
+    found, _ = score([Reward(blocks, timeout_s=0.5), Reward(brief, inline=True)], [group("a", "b", "c")])
+    released.set()
+    assert time.monotonic() - began < 30
+    assert found[0]["blocks"] == Score(1.0) and "blocked the event loop" in found[1]["blocks"].reason
+    assert all(isinstance(each["brief"], Score) for each in found)
+
+
+def test_a_batch_without_an_order_or_that_fails_on_the_way_fails() -> None:
+    def breaks() -> Iterator[float]:
+        yield 1.0
+        raise LookupError("row 1")
+
+    assert to_outcomes((float(i) for i in range(2)), 2) == [Score(0.0), Score(1.0)]
+    assert to_outcomes(breaks(), 2) == [Failed("LookupError: row 1")] * 2
+    assert all("set of length 2" in one.reason for one in to_outcomes({0.0, 1.0}, 2))  # type: ignore[union-attr]
+
+
 def test_what_functions_return_becomes_an_outcome() -> None:
     assert (
         to_outcome(True) == Score(1.0) and to_outcome(np.float32(0.5)) == Score(0.5) and to_outcome(None) == Abstain()
     )
     assert to_outcome({"score": 1, "steps": 3, "text": "x"}) == Score(1.0, {"steps": 3.0})
-    for wrong in ("1.0", [1.0], {"reward": 1}, math.inf, {"score": "x"}, {"score": 1, "steps": math.nan}):
+    for wrong in (
+        "1.0",
+        [1.0],
+        {"reward": 1},
+        math.inf,
+        {"score": "x"},
+        {"score": 1, "steps": math.nan},
+        10**400,
+        1j,
+        np.complex64(1),
+        np.array("x"),
+        {"score": 1, "steps": 10**400},
+    ):
         assert isinstance(to_outcome(wrong), Failed)
     for metric in ("x", math.nan, None):
         with pytest.raises(ValueError, match="metric 'steps' of a score is a finite number"):
@@ -203,6 +272,19 @@ def test_a_row_without_what_the_function_wants_is_told() -> None:
         reward.arguments([response], [{"prompt": "x"}])
     assert reward.arguments([response], [{"ground_truth": "4"}]) == {"solution_str": "#### 4", "ground_truth": "4"}
     assert (response.prompt, response.finish_reason) == ("What is 2 + 2?", "stop")
+
+
+def firsts(responses: list[str], ground_truths: list[str]) -> list[float]:
+    return [float(text[:1] == truth) for text, truth in zip(responses, ground_truths, strict=True)]
+
+
+@pytest.mark.parametrize("inline", [False, True])
+def test_a_later_row_without_what_a_function_wants_fails_alone(score: Any, inline: bool) -> None:
+    rewards = [Reward(gsm8k.compute_score, inline=inline), Reward(firsts, inline=inline)]
+    found, _ = score(rewards, [group("#### 4"), group("4", reward_model=None), group("4", "5")])
+    assert [type(each["gsm8k"]) for each in found] == [Score, Failed, Score, Score]
+    assert [each["firsts"].value for each in (found[0], *found[2:])] == [0.0, 1.0, 0.0]
+    assert "'firsts' wants 'ground_truth', but the row has no" in found[1]["firsts"].reason
 
 
 def test_options_reach_the_function(score: Any) -> None:

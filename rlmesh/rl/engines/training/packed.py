@@ -11,7 +11,7 @@ the pass and gather parameters::
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from rlmesh.errors import UsageError
 from rlmesh.rl.engines.lora import base_model_of
+from rlmesh.rl.engines.training.pack_check import can_probe, probe_fault, static_fault
 from rlmesh.rl.head import TokenTerms, chunked_log_probs
 from rlmesh.rl.packing import Pack, Segment
 from rlmesh.rl.packing import pack as build_packs
@@ -29,6 +30,8 @@ from rlmesh.rl.prefix import PrefixLayout, packed_attention
 __all__ = ["PackedBatch", "PackedInputs", "PackedPart", "packed_hidden", "packed_log_probs", "packed_values", "prepare"]
 
 NAME = "rlmesh_packed"
+CHECKED = "_rlmesh_packs_checked"
+"""Name of the attribute that marks a model whose packs were compared with rows alone."""
 
 
 class PackedInputs:
@@ -105,8 +108,10 @@ EMPTY = build_packs([], token_budget=1).by_rank[0][0]
 def prepare(model: nn.Module) -> None:
     """Let a transformers model compute packs. May be called twice.
 
+    The first call compares a small pack with its episodes alone, if the weights are not sharded yet.
+
     Raises:
-        UsageError: the model's attention cannot be replaced, or attends to a window only.
+        UsageError: the model's attention cannot be replaced, or its packs give other results than rows alone.
     """
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -121,13 +126,10 @@ def prepare(model: nn.Module) -> None:
             f"{type(model).__name__} cannot compute packs: it is no model of transformers whose attention can be "
             "replaced. Train it with padded batches"
         )
-    if "sliding_attention" in (getattr(config, "layer_types", None) or ()):
-        raise UsageError(
-            f"{type(model).__name__} attends to a sliding window in some layers, which packs do not support yet. Train "
-            "it with padded batches"
-        )
+    if fault := static_fault(config):
+        raise UsageError(f"{type(causal).__name__} {fault}. Train it with padded batches")
     if config._attn_implementation != NAME:
-        change(NAME)
+        _require_equal(causal, change)
     if not hasattr(model, "get_output_embeddings") or getattr(model.forward, "takes_packs", False):
         return
     plain = model.forward
@@ -145,6 +147,25 @@ def prepare(model: nn.Module) -> None:
 
     forward.takes_packs = True  # type: ignore[attr-defined]
     model.forward = forward
+
+
+def _require_equal(causal: Any, change: Callable[[str], object]) -> None:
+    """Replace the attention of a model, and check that its packs give the results of rows alone.
+
+    Raises:
+        UsageError: they do not; the model has its earlier attention again.
+    """
+    before = causal.config._attn_implementation
+    change(NAME)
+    if getattr(causal, CHECKED, False) or not can_probe(causal):
+        return
+    device = next(causal.parameters()).device
+    if fault := probe_fault(causal, lambda layers, whole: packed_hidden(layers, PackedInputs(whole, device))):
+        change(before)
+        raise UsageError(
+            f"{type(causal).__name__} cannot compute packs: {fault}. Train it with padded batches, or another model"
+        )
+    setattr(causal, CHECKED, True)
 
 
 def packed_hidden(model: nn.Module, inputs: PackedInputs) -> Tensor:
@@ -219,4 +240,10 @@ def _attention(
         return result
     if options.get("dropout"):
         raise UsageError("packs are computed without dropout in the attention: set attention_dropout to 0")
+    window = options.get("sliding_window")
+    if window is not None and layout.longest_keys > window:
+        raise UsageError(
+            f"an episode has {layout.longest_keys} tokens, and the model's layers attend to a sliding window of "
+            f"{window}, which packs do not support yet: let prompt and response together have at most as many tokens"
+        )
     return packed_attention(query[0], key[0], value[0], layout, scale=options.get("scaling")).unsqueeze(0), None

@@ -1,0 +1,140 @@
+"""Checks that a model gives the same results on packs as on rows alone.
+
+A model may read the tokens beside a token's own segment (recurrent or convolutional layers, attention that cannot be
+replaced), or change the output of its head (scaled or capped logits). Its packs then have wrong log-probabilities,
+without an error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from rlmesh.rl.packing import Pack, pack
+from rlmesh.rl.types import Episode, Turn
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+__all__ = ["can_probe", "probe_fault", "static_fault", "window_of"]
+
+LENGTHS = ((5, (6, 4)), (3, (5,)))
+"""Tokens of the prompts of the probe, and of the responses to each."""
+EXACT, ROUGH = 1e-2, 0.2
+"""The largest difference that rounding explains in float32 and in shorter dtypes, relative to the numbers' size."""
+
+
+def window_of(config: Any) -> int | None:
+    """The number of tokens that layers attend to; None: all tokens."""
+    window = getattr(config, "sliding_window", None)
+    slides = getattr(config, "use_sliding_window", True) and not getattr(config, "layer_types", None)
+    return window if slides and isinstance(window, int) and window > 0 else None
+
+
+def static_fault(config: Any) -> str | None:
+    """The reason why a model cannot compute packs, as far as its configuration tells; None: there is none."""
+    others = sorted({str(one) for one in getattr(config, "layer_types", None) or ()} - {"full_attention"})
+    if "sliding_attention" in others:
+        return "attends to a sliding window in some layers, which packs do not support yet"
+    if others:
+        return f"has layers of type {', '.join(others)}, which would mix the responses of a pack"
+    if getattr(config, "final_logit_softcapping", None):
+        return "caps its logits (final_logit_softcapping), which packs do not support yet"
+    return None
+
+
+def can_probe(model: nn.Module) -> bool:
+    """True if the weights are whole, and have values: neither sharded over ranks nor placeholders."""
+    from torch._subclasses.fake_tensor import FakeTensor
+    from torch.distributed.tensor import DTensor
+
+    weights = [*model.parameters()]
+    return bool(weights) and not any(
+        isinstance(one, (DTensor, FakeTensor)) or one.device.type == "meta" or hasattr(one, "ds_id") for one in weights
+    )
+
+
+def probe_fault(causal: Any, hidden_of: Callable[[Any, Pack], Tensor]) -> str | None:
+    """The difference between a small pack and its episodes alone, in words; None: there is none.
+
+    Args:
+        causal: a model of transformers, or a value model; prepared for packs.
+        hidden_of: function from the layers without head, and a pack, to the pack's last hidden states.
+    """
+    head = causal.get_output_embeddings() if hasattr(causal, "get_output_embeddings") else None
+    layers = causal.base_model if head is not None else getattr(causal, "backbone", None)
+    if layers is None:
+        return None
+    episodes, groups = _episodes(layers)
+    whole = pack(episodes, groups=groups, token_budget=1000).by_rank[0][0]
+    device = next(causal.parameters()).device
+    with _evaluating(causal), torch.no_grad():
+        alone = [
+            layers(input_ids=(ids := _row(one, device)), attention_mask=torch.ones_like(ids), use_cache=False)
+            .last_hidden_state[0]
+            for one in episodes
+        ]  # fmt: skip
+        right = torch.stack([alone[row][place - 1] for row, place in zip(whole.rows, whole.places, strict=True)])
+        try:
+            found = hidden_of(layers, whole)[torch.from_numpy(whole.sources).to(device)]
+        except Exception as error:  # raised by the model's own layers
+            return f"its layers fail on a pack: {type(error).__name__}: {error}"
+        if not _same(found, right):
+            return "its layers give other results on a pack than on each response alone"
+        if head is None:
+            return None
+        ids = _row(episodes[0], device)
+        logits = causal(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False).logits[0]
+        if not _same(head(alone[0]), logits):
+            return "its logits are not the output of its head: they are scaled or changed otherwise"
+    return None
+
+
+def _episodes(layers: Any) -> tuple[list[Episode], list[int]]:
+    """Episodes of tokens without a special meaning, and the number of each one's prompt."""
+    config = layers.config
+    named = {value for key, value in config.to_dict().items() if key.endswith("_token_id") and isinstance(value, int)}
+    count = int(layers.get_input_embeddings().weight.shape[0])
+    plain = [token for token in range(count) if token not in named][:64] or [0]
+    at, episodes, groups = 0, [], []
+
+    def take(length: int) -> np.ndarray[Any, Any]:
+        nonlocal at
+        at += length
+        return np.array([plain[7 * place % len(plain)] for place in range(at - length, at)], np.int32)
+
+    for number, (prompt, responses) in enumerate(LENGTHS):
+        first = Turn.said(take(prompt))
+        for length in responses:
+            zeros = np.zeros(length, np.float32)
+            turn = Turn(take(length), "policy", zeros, version_spans=((0, 0, length),))
+            episodes.append(Episode((first, turn)))
+            groups.append(number)
+    return episodes, groups
+
+
+def _row(episode: Episode, device: torch.device) -> Tensor:
+    return torch.from_numpy(episode.ids.astype(np.int64)).to(device).unsqueeze(0)
+
+
+def _same(found: Tensor, right: Tensor) -> bool:
+    rough = right.dtype in (torch.float16, torch.bfloat16)
+    found, right = found.double(), right.double()
+    return bool((found - right).abs().max() <= (ROUGH if rough else EXACT) * right.square().mean().sqrt())
+
+
+@contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    """A block in which the model is in eval mode."""
+    training = [one for one in model.modules() if one.training]
+    model.eval()
+    try:
+        yield
+    finally:
+        for one in training:
+            one.training = True
