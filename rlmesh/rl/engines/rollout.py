@@ -102,6 +102,15 @@ class SamplingParams:
         except TypeError:
             return False
 
+    def seeded(self, seed: int) -> SamplingParams:
+        """These parameters with another seed. They are not checked again, which takes most of the time of
+        `dataclasses.replace`."""
+        made = object.__new__(type(self))
+        for name in self.__dataclass_fields__:
+            object.__setattr__(made, name, getattr(self, name))
+        object.__setattr__(made, "seed", index(seed))
+        return made
+
     @property
     def truncates(self) -> bool:
         """True if top_k, top_p or min_p leave tokens out of the distribution."""
