@@ -45,5 +45,5 @@ def test_work_of_the_trainer_is_done_while_the_models_train() -> None:
 
     packs, batch = trainer.evaluate(groups_of(record(shape, 1)[0]))
     metrics = trainer.train(packs, batch, weighed(trainer.algorithm, batch), meanwhile)
-    assert events[:3] == ["update begins", "meanwhile", "update ends"]
+    assert events == ["update begins", "first_log_probs begins", "meanwhile", "update ends", "first_log_probs ends"]
     assert metrics["own"] == 3.0 and "packs/passes" in metrics

@@ -79,7 +79,7 @@ class Trainer:
             self.settings, self.run_dir, roles=lambda: [(name, role) for name, role, _ in self.trained()],
             objects=self.stateful, position=loader.position, tell=self.tell,
         )  # fmt: skip
-        keep_objects()
+        keep_objects(seldom=True)
 
     def teardown(self) -> None:
         self.checkpoints.writer.stop()
@@ -277,15 +277,14 @@ class Trainer:
             steps = [batches.shares_of(one, batch, weights, minibatches=section.minibatches) for one in packs[name]]
             by_rank = [list(own) for own in zip(*steps, strict=True)]
             calls.append(role.call("update", by_rank, [self.version] * len(role), _scatter=True))
+        # The actor answers this after the update, without another turn of the trainer.
+        asked = None if batch.log_probs is not None else self.actor.call("first_log_probs")
         metrics = {**meanwhile(), **batches.value_metrics(batch, weights), **weights.metrics}
         metrics |= batches.pack_metrics(packs["actor"], self.settings.actor.token_budget)
-        reports = [call.result()[0] for call in calls]
-        log_probs = batch.log_probs
+        reports, log_probs = [call.result()[0] for call in calls], batch.log_probs
         if log_probs is None:
-            rows = self.actor.call("first_log_probs").result()
-            log_probs = batches.matrix_of(
-                batch.mask, batches.joined(packs["actor"]), [one for own in rows for one in own]
-            )
+            rows = [one for own in asked.result() for one in own]
+            log_probs = batches.matrix_of(batch.mask, batches.joined(packs["actor"]), rows)
         reported = {name: value for report in reports for name, value in report.items()}
         return {**metrics, **reported, **self.gap(log_probs, batch)}
 
