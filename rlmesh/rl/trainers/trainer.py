@@ -278,7 +278,7 @@ class Trainer:
             by_rank = [list(own) for own in zip(*steps, strict=True)]
             calls.append(role.call("update", by_rank, [self.version] * len(role), _scatter=True))
         # The actor answers this after the update, without another turn of the trainer.
-        asked = None if batch.log_probs is not None else self.actor.call("first_log_probs")
+        asked: Any = self.actor.call("first_log_probs") if batch.log_probs is None else None
         metrics = {**meanwhile(), **batches.value_metrics(batch, weights), **weights.metrics}
         metrics |= batches.pack_metrics(packs["actor"], self.settings.actor.token_budget)
         reports, log_probs = [call.result()[0] for call in calls], batch.log_probs
