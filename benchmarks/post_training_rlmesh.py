@@ -104,9 +104,13 @@ class LocalRun:
 
     def step(self, batch: RecordedBatch) -> list[StepSeen]:
         """Train on one batch; one result per optimizer step."""
+        return self.train(groups_of(batch))
+
+    def train(self, groups: list[Group]) -> list[StepSeen]:
+        """Train on the scored groups of a batch; one result per optimizer step."""
         self.actor.reports.clear()
         trainer = self.trainer
-        packs, evaluated = trainer.evaluate(groups_of(batch))
+        packs, evaluated = trainer.evaluate(groups)
         trainer.train(packs, evaluated, trainer.algorithm.weigh(evaluated))
         trainer.version += 1
         return [StepSeen(report.loss, report.grad_norm) for report in self.actor.reports]

@@ -180,9 +180,11 @@ def reward(ids: list[int]) -> float:
 
 def rlmesh_side(job: dict[str, Any], gate: Gate) -> None:
     import torch
-    from post_training_rlmesh import LocalRun
+    from post_training_rlmesh import LocalRun, groups_of
     from post_training_samples import SHAPES, Shape, build_model, record
     from post_training_trl import Settings
+
+    from rlmesh.rl.roles.defaults import keep_objects
 
     torch.set_num_threads(job["threads"])
     shape, device = Shape(**job["shape"]), job["device"]
@@ -197,14 +199,16 @@ def rlmesh_side(job: dict[str, Any], gate: Gate) -> None:
     run = LocalRun(model, shape.samples, shape.response_tokens, settings, token_budget=job["token_budget"])
     phases = run.actor.time_phases(lambda: synchronize(device))
     dtypes = str(dtype).removeprefix("torch.")
+    keep_objects()  # as roles do at the end of their set-up
     for step, batch in enumerate(record(shape, job["steps"])):
         if not gate.wait(step):
             return
+        groups = groups_of(batch)  # stands for sampling, which is not measured on the side of TRL either
         phases.clear()
         synchronize(device)
         memory.begin()
         began = time.perf_counter()
-        run.step(batch)
+        run.train(groups)
         synchronize(device)
         spent = time.perf_counter() - began
         gate.done(step, about(device, dtypes) | memory.figures() | {"step_s": spent, "phases": dict(phases)})

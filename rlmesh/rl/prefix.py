@@ -11,8 +11,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from inspect import signature
+from itertools import pairwise
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
@@ -209,30 +211,30 @@ def _by_masks(query: Tensor, key: Tensor, value: Tensor, layout: PrefixLayout, s
 
 def _batches(segments: Sequence[Segment]) -> list[_Batch]:
     """Segments by length, in batches that waste at most `WASTE` of their scores."""
-    found: list[_Batch] = []
-    waiting: list[Segment] = []
-    longest_query = real = 0
-    for segment in sorted(segments, key=lambda s: (s.prefix_length + s.length, s.length)):
-        keys = segment.prefix_length + segment.length  # at least as many keys as the segments before have
-        query, scores = max(longest_query, segment.length), real + segment.length * keys
-        padded = (len(waiting) + 1) * query * keys
+    if not segments:
+        return []
+    table = np.array(segments, dtype=np.int64)  # start, length, start and length of the prefix
+    lengths, keys = table[:, 1], table[:, 1] + table[:, 3]
+    order = np.lexsort((lengths, keys))
+    edges = [0]
+    first = longest = real = 0
+    for place, (length, seen) in enumerate(zip(lengths[order].tolist(), keys[order].tolist(), strict=True)):
+        # This segment has at least as many keys as the segments before.
+        query, scores = max(longest, length), real + length * seen
+        padded = (place - first + 1) * query * seen
         # Many tiny segments are cheaper padded than called one by one.
-        if waiting and padded - scores > max(WASTE * padded, 64 * 64):
-            found.append(_batch(waiting))
-            waiting, query, scores = [], segment.length, segment.length * keys
-        waiting.append(segment)
-        longest_query, real = query, scores
-    return [*found, _batch(waiting)] if waiting else found
+        if place > first and padded - scores > max(WASTE * padded, 64 * 64):
+            edges.append(place)
+            first, query, scores = place, length, length * seen
+        longest, real = query, scores
+    rows = torch.from_numpy(table[order])
+    return [_batch(rows[start:end]) for start, end in pairwise([*edges, len(order)])]
 
 
-def _batch(segments: Sequence[Segment]) -> _Batch:
-    longest_query = max(s.length for s in segments)
-    longest_keys = max(s.prefix_length + s.length for s in segments)
-    lengths = torch.tensor([s.length for s in segments]).unsqueeze(1)
-    prefixes = torch.tensor([s.prefix_length for s in segments]).unsqueeze(1)
-    starts = torch.tensor([s.start for s in segments]).unsqueeze(1)
-    prefix_starts = torch.tensor([s.prefix_start for s in segments]).unsqueeze(1)
-    q, k = torch.arange(longest_query), torch.arange(longest_keys)
+def _batch(rows: Tensor) -> _Batch:
+    """A batch of the segments in the rows, ``[segments, 4]``: start, length, start and length of the prefix."""
+    starts, lengths, prefix_starts, prefixes = rows.unsqueeze(2).unbind(1)
+    q, k = torch.arange(int(lengths.max())), torch.arange(int((prefixes + lengths).max()))
     queries = starts + torch.minimum(q, lengths - 1)
     keys = torch.where(k < prefixes, prefix_starts + k, starts + torch.minimum(k - prefixes, lengths - 1))
     real = q < lengths

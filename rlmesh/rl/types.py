@@ -16,7 +16,6 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from rlmesh import VersionSpans
 from rlmesh.rl.engines.rollout import Sample
 
 __all__ = ["Abstain", "Episode", "Failed", "Group", "Outcome", "Score", "Source", "Turn"]
@@ -117,7 +116,7 @@ class Turn:
             raise ValueError(f"a policy's turn of {len(self.ids)} tokens needs as many log-probabilities, got {given}")
         if self.kept_log_mass is not None and self.kept_log_mass.shape != self.ids.shape:
             raise ValueError(f"{len(self.ids)} tokens need as many masses, got {self.kept_log_mass.shape}")
-        if len(VersionSpans(list(self.version_spans))) != len(self.ids):
+        if (self.version_spans[-1][2] if self.version_spans else 0) != len(self.ids):
             raise ValueError(f"{len(self.ids)} tokens need as many versions, the spans are {self.version_spans}")
 
     def __len__(self) -> int:
@@ -175,7 +174,19 @@ class Episode:
     @classmethod
     def of(cls, sample: Sample) -> Episode:
         """One prompt and one response."""
-        return cls((Turn.said(sample.prompt_token_ids), Turn.sampled(sample)), sample.finish_reason)
+        return cls.of_group([sample])[0]
+
+    @classmethod
+    def of_group(cls, samples: Sequence[Sample]) -> list[Episode]:
+        """One prompt and one response each. Samples of the same prompt share its turn."""
+        found: list[Episode] = []
+        before, prompt = list[int](), Turn.said([])
+        for sample in samples:
+            ids: Any = sample.prompt_token_ids
+            if not (isinstance(ids, list) and ids == before):
+                before, prompt = ids, Turn.said(ids)
+            found.append(cls((prompt, Turn.sampled(sample)), sample.finish_reason))
+        return found
 
     def __len__(self) -> int:
         """The number of tokens, the prompt included."""
@@ -228,6 +239,10 @@ class Episode:
     def versions(self) -> frozenset[int]:
         """The versions that sampled tokens."""
         return frozenset(version for turn in self.turns for version, _, _ in turn.version_spans)
+
+    def sampled_by(self, version: int) -> bool:
+        """True if this version sampled all tokens of the policy."""
+        return all(span[0] == version for turn in self.turns for span in turn.version_spans)
 
     @property
     def policy_version(self) -> int | None:

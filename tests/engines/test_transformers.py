@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import itertools
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -49,6 +50,18 @@ def test_prompts_of_arrays_are_lists_of_ids() -> None:
     assert checked_rows(np.array([[1, 2], [3, 4]]), 5, what="prompt") == [[1, 2], [3, 4]]
     assert checked_rows([torch.tensor([1, 2]), (3,), [np.int64(4)]], 5, what="prompt") == [[1, 2], [3], [4]]
     assert checked_rows([], 5, what="prompt") == []
+    row = [1, 2]
+    first, second, other = checked_rows([row, row, [1, 2]], 5, what="prompt")
+    assert first is second is not other is not row and first == other == [1, 2]
+    with pytest.raises(UsageError, match=r"prompt 0 has id 2 at place 1.*prompt 1 has id 2 at place 1"):
+        checked_rows([row, row], 2, what="prompt")
+
+    def changing() -> Iterator[list[int]]:
+        for last in range(3):
+            row[1] = last
+            yield row
+
+    assert checked_rows(changing(), 5, what="prompt") == [[1, 0], [1, 1], [1, 2]]
     with pytest.raises(UsageError, match=r"of 9 prompts, .*4 more\. Nothing was sampled"):
         checked_rows([[]] * 9, None, what="prompt")
     with pytest.raises(UsageError, match=r"params are SamplingParams\(max_tokens=…\), not 4 \(int\)"):

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -54,3 +56,10 @@ def test_penalties_agree_with_numpy(
         logits, prompt, response, repetition=repetition, presence=presence, frequency=frequency
     )
     np.testing.assert_allclose(found[0], wanted, atol=1e-12)
+
+
+def test_seeded_parameters_are_those_of_replace() -> None:
+    params = SamplingParams(3, temperature=0.5, top_k=4, stop_token_ids=(7,), stop=("end",), seed=1)
+    assert params.seeded(9) == replace(params, seed=9) and params.seed == 1
+    with pytest.raises(TypeError):
+        params.seeded(1.5)  # type: ignore[arg-type]

@@ -16,7 +16,7 @@ from rlmesh.errors import SourceRestarted, UsageError
 from rlmesh.rl.algorithms import GRPO
 from rlmesh.rl.roles.actor import ActorRole
 from rlmesh.rl.roles.critic import CriticRole
-from rlmesh.rl.roles.defaults import run_settings
+from rlmesh.rl.roles.defaults import YOUNG_OBJECTS, keep_objects, run_settings
 from rlmesh.rl.roles.fused import ActorRollout
 from rlmesh.rl.trainers import here
 from rlmesh.rl.trainers.progress import Progress
@@ -80,6 +80,18 @@ def test_a_model_that_begins_anew_leaves_the_old_one(tiny: Path, tmp_path: Path)
         finally:
             actor.invoke("teardown")
             gc.unfreeze()
+
+
+def test_garbage_is_collected_seldom_while_a_trainer_is_in_this_process(tmp_path: Path) -> None:
+    class Seldom:
+        def setup(self) -> None:
+            keep_objects(seldom=True)
+
+    link: Any = None
+    job, before = JobInfo("job", "id", None), gc.get_threshold()
+    with here.roles_here({"TRAINER": Seldom}, lambda role: WorkerContext(job, role, 0, 1, link, run_dir=tmp_path)):
+        assert gc.get_threshold() == (YOUNG_OBJECTS, *before[1:])
+    assert gc.get_threshold() == before
 
 
 class TrainedActor(ActorRole):

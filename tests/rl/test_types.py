@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -27,6 +29,20 @@ def test_a_sample_is_an_episode_of_two_turns() -> None:
     assert episode.ids.tolist() == [1, 2, 3, 4, 5] and episode.mask.tolist() == [False, False, True, True, True]
     assert (episode.finish_reason, episode.policy_version) == ("length", 2)
     assert Episode.of(Sample.of([1], [], [], version=0)).policy_version is None
+
+
+def test_samples_of_one_prompt_share_its_turn() -> None:
+    prompts = [[1, 2], [1, 2], [1, 3], [1, 3], [1, 2]]
+    samples = [Sample.of(prompt, [place], [-1.0], version=place) for place, prompt in enumerate(prompts)]
+    episodes = Episode.of_group(samples)
+    assert [one.ids.tolist() for one in episodes] == [[*prompt, place] for place, prompt in enumerate(prompts)]
+    assert episodes[0].turns[0] is episodes[1].turns[0] is not episodes[2].turns[0] is episodes[3].turns[0]
+    assert [one.sampled_by(1) for one in episodes] == [False, True, False, False, False]
+    assert Episode.of(Sample.of([1], [], [], version=0)).sampled_by(3), "no token is of another version"
+    of_array = replace(samples[0], prompt_token_ids=np.array([1, 2]))  # type: ignore[arg-type]
+    assert [one.prompt_ids.tolist() for one in Episode.of_group([of_array, of_array])] == [[1, 2]] * 2
+    with pytest.raises(ValueError, match="begins with a prompt"):
+        Episode.of_group([Sample.of([], [3], [-1.0], version=0)])
 
 
 def test_wrong_turns_are_refused() -> None:

@@ -47,7 +47,7 @@ class Growing:
     """An unfinished response.
 
     Args:
-        prompt: the prompt's token ids.
+        prompt: the prompt's token ids; a list is kept as it is.
         params: parameters of the request.
         row: index of the response in the request.
         decode: decodes tokens, for the stop texts of the request.
@@ -62,7 +62,9 @@ class Growing:
         self, prompt: Sequence[int], params: SamplingParams, row: int = 0, decode: Decode | None = None,
         on_tokens: OnTokens | None = None,
     ) -> None:  # fmt: skip
-        self.prompt, self.params, self.row, self.decode = list(prompt), params, row, decode
+        # The samples of a group share the list of their prompt, which then travels to the trainer once.
+        self.prompt = prompt if isinstance(prompt, list) else list(prompt)
+        self.params, self.row, self.decode = params, row, decode
         self.on_tokens = on_tokens
         self.tokens: list[int] = []
         self.log_probs: list[float] = []

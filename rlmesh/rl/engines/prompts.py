@@ -15,7 +15,8 @@ MOST_FAULTS = 5
 
 
 def checked_rows(rows: object, vocabulary: int | None, *, what: str) -> list[list[int]]:
-    """Convert rows to lists of token ids, of at least one token each.
+    """Convert rows to lists of token ids, of at least one token each. If an object is several rows in succession, these
+    rows are one list.
 
     Args:
         rows: lists, tuples, arrays or tensors of whole numbers.
@@ -30,8 +31,12 @@ def checked_rows(rows: object, vocabulary: int | None, *, what: str) -> list[lis
         raise UsageError(f"{what}s are a list with a list of token ids for each, not {given!r:.80} ({_type(given)})")
     found: list[list[int]] = []
     faults = []
+    before: Any = None
+    tokens, fault = list[int](), ""
     for number, row in enumerate(given):
-        tokens, fault = _checked(row, vocabulary)
+        # The samples of a group have one row. It is compared, since a generator may change the list that it yields.
+        if not (row is before and isinstance(row, list) and row and row == tokens):
+            before, (tokens, fault) = row, _checked(row, vocabulary)
         found.append(tokens)
         if fault:
             faults.append(f"{what} {number} {fault}")

@@ -102,6 +102,15 @@ class SamplingParams:
         except TypeError:
             return False
 
+    def seeded(self, seed: int) -> SamplingParams:
+        """These parameters with another seed. They are not checked again, which takes most of the time of
+        `dataclasses.replace`."""
+        made = object.__new__(type(self))
+        for name in self.__dataclass_fields__:
+            object.__setattr__(made, name, getattr(self, name))
+        object.__setattr__(made, "seed", index(seed))
+        return made
+
     @property
     def truncates(self) -> bool:
         """True if top_k, top_p or min_p leave tokens out of the distribution."""
@@ -152,13 +161,21 @@ class Sample:
         return VersionSpans(self.version_spans).policy_version
 
     def __post_init__(self) -> None:
-        if len(self.log_probs) != len(self.token_ids) or len(VersionSpans(self.version_spans)) != len(self.token_ids):
+        count, spans = len(self.token_ids), self.version_spans
+        if len(self.log_probs) != count or (spans[-1][2] if spans else 0) != count:
             raise ValueError(
                 f"{len(self.token_ids)} tokens need as many log-probs and versions; there are {len(self.log_probs)} "
                 f"log-probs, and the versions are {self.version_spans}"
             )
         if self.kept_log_mass is not None and len(self.kept_log_mass) != len(self.token_ids):
             raise ValueError(f"{len(self.token_ids)} tokens need as many masses; there are {len(self.kept_log_mass)}")
+
+    def __reduce__(self) -> tuple[type[Sample], tuple[Any, ...]]:
+        # A step has thousands of samples, and the generic way of dataclasses takes twice as long.
+        return Sample, (
+            self.prompt_token_ids, self.token_ids, self.log_probs, self.finish_reason, self.version_spans,
+            self.kept_log_mass,
+        )  # fmt: skip
 
 
 class RolloutEngine(Protocol):

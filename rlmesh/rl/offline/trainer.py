@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -84,13 +84,17 @@ class RewardModelTrainer(OfflineTrainer):
     def trained(self) -> list[tuple[str, Any, Any]]:
         return [("critic", self.actor, self.settings.actor)]
 
-    def train(self, packs: dict[str, list[Packs]], batch: Evaluated, weights: TokenWeights) -> dict[str, float]:
+    def train(
+        self, packs: dict[str, list[Packs]], batch: Evaluated, weights: TokenWeights,
+        meanwhile: Callable[[], Mapping[str, float]] = dict,
+    ) -> dict[str, float]:  # fmt: skip
         shares = [shares_of(one, batch, weights) for one in packs["critic"]]
         by_rank = [list(own) for own in zip(*shares, strict=True)]
-        reports = self.actor.call("update", by_rank, [self.version] * len(by_rank), _scatter=True).result()
+        call = self.actor.call("update", by_rank, [self.version] * len(by_rank), _scatter=True)
+        metrics, reports = meanwhile(), call.result()
         # The critic's error has the gradient of the pairs' loss, but not its value.
         wanted = ("critic/grad_norm", "critic/lr")
-        return {**{name: reports[0][name] for name in wanted if name in reports[0]}, **weights.metrics}
+        return {**metrics, **{name: reports[0][name] for name in wanted if name in reports[0]}, **weights.metrics}
 
     def likelihood(self, packs: dict[str, list[Packs]], batch: Evaluated) -> dict[str, float]:
         return {}

@@ -15,7 +15,7 @@ from rlmesh.errors import UsageError
 if TYPE_CHECKING:
     from rlmesh.rl.trainers.run import Run
 
-__all__ = ["causal_model", "choose_device", "keep_objects", "run_settings"]
+__all__ = ["YOUNG_OBJECTS", "causal_model", "choose_device", "keep_objects", "run_settings"]
 
 
 def run_settings() -> Run:
@@ -38,14 +38,24 @@ def run_settings() -> Run:
     )
 
 
-def keep_objects() -> None:
+YOUNG_OBJECTS = 20_000
+"""New objects that cause a garbage collection in a trainer; Python's default is 700."""
+
+
+def keep_objects(*, seldom: bool = False) -> None:
     """Exclude all present objects of this process from later garbage collections, until ``gc.unfreeze()``.
 
     A role calls this at the end of its setup. With torch and transformers loaded, a full collection takes 0.2 s, and
     the many small objects of each batch would cause one every few steps.
+
+    Args:
+        seldom: collect garbage after `YOUNG_OBJECTS` new objects only, unless this process uses a GPU: garbage might
+            have tensors there. The thousands of objects of a batch are freed without the collector.
     """
     gc.collect()
     gc.freeze()
+    if seldom and not torch.cuda.is_initialized():
+        gc.set_threshold(YOUNG_OBJECTS, *gc.get_threshold()[1:])
 
 
 def choose_device(threads: int) -> torch.device:

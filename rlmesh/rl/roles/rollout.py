@@ -64,16 +64,16 @@ class RolloutRole(SamplingRole, TakesTurns, ReceivesWeights):
         """
         futures = await asyncio.to_thread(submit_groups, self.engine, requests, params)
         try:
-            await first_error_or_all(futures)
-            samples = iter([future.result(0) for future in futures])
-        finally:
+            samples = iter(await first_error_or_all(futures))
+        except BaseException:
             for future in futures:
                 future.cancel()
+            raise
         return [[next(samples) for _ in request.seeds] for request in requests]
 
 
-async def first_error_or_all(futures: Sequence[Future[Sample]]) -> None:
-    """Wait until all futures have results, or one has an error, with one wake-up of the loop for all of them."""
+async def first_error_or_all(futures: Sequence[Future[Sample]]) -> list[Sample]:
+    """The results of all futures, or the first error, with one wake-up of the loop for all of them."""
     loop = asyncio.get_running_loop()
     over: asyncio.Future[None] = loop.create_future()
     left, lock = len(futures), threading.Lock()
@@ -95,9 +95,7 @@ async def first_error_or_all(futures: Sequence[Future[Sample]]) -> None:
         future.add_done_callback(count)
     if futures:
         await over
-    for future in futures:
-        if future.done():
-            future.result(0)
+    return [future.result(0) for future in futures if future.done()]
 
 
 def make_rollout_engine(run: Run, *, sleeps: bool = False) -> RolloutEngine:

@@ -140,7 +140,7 @@ def submit_groups(
 ) -> list[Future[Sample]]:
     """Submit the responses of requests to an engine; returns one future per response, in order."""
     prompts = [request.prompt for request in requests for _ in request.seeds]
-    each = [dataclasses.replace(params, seed=seed) for request in requests for seed in request.seeds]
+    each = [params.seeded(seed) for request in requests for seed in request.seeds]
     submit_all = getattr(engine, "submit_all", None)
     if submit_all is None:
         return [engine.submit(prompt, own) for prompt, own in zip(prompts, each, strict=True)]

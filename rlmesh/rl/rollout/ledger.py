@@ -165,16 +165,25 @@ class Ledger:
         event = (self._clock(), self._line, position, step, what)
         self._post(lambda connection: connection.execute("INSERT INTO events VALUES (?, ?, ?, ?, ?)", event))
 
-    def flush(self) -> None:
-        """Wait until all rows so far are written, so that the end of this process does not lose them.
+    def written(self) -> Future[None]:
+        """A future that is done when all rows so far are written, without fsync."""
+        future: Future[None] = Future()
+        self._post(lambda connection: None, future)
+        return future
+
+    def flush(self, written: Future[None] | None = None) -> None:
+        """Wait until rows are written, so that the end of this process does not lose them.
 
         If the disk is full or slow, return nevertheless: the rows are written later, and no checkpoint needs them.
+
+        Args:
+            written: a result of `written`, to wait for the rows before it; None: all rows so far.
 
         Raises:
             sqlite3.Error: the rows cannot be written for another reason.
         """
         try:
-            self._do(lambda connection: None)
+            self._result(written or self.written())
         except TimeoutError:
             logger.warning("%s is not written after %g s, and training goes on", self.path, WAIT_S)
         except sqlite3.OperationalError as error:
@@ -242,6 +251,9 @@ class Ledger:
     def _do(self, work: Callable[[sqlite3.Connection], T]) -> T:
         future: Future[T] = Future()
         self._post(work, future)
+        return self._result(future)
+
+    def _result(self, future: Future[T]) -> T:
         result = future.result(WAIT_S)
         if self._error is not None:
             error, self._error = self._error, None

@@ -8,10 +8,13 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
 from rlmesh.rl.types import Episode
 
-__all__ = ["Engines", "ErrorKind", "GroupRequest", "Verdict", "requests_of", "sample_seed"]
+__all__ = ["Engines", "ErrorKind", "GroupRequest", "Verdict", "requests_of", "sample_seed", "sample_seeds"]
+
+WORD = 1 << 32
 
 ErrorKind = Literal["crashed", "died", "no weights", "error"]
 """Kinds of errors of a request. ``crashed``: the engine's process ended by itself, or the kernel killed it for lack of
@@ -86,6 +89,43 @@ def sample_seed(seed: int, position: int, sample: int) -> int:
     return int(np.random.SeedSequence([seed, position, sample]).generate_state(1)[0]) >> 1
 
 
+def sample_seeds(seed: int, positions: Sequence[int], samples: int) -> list[tuple[int, ...]]:
+    """`sample_seed` of all responses of groups, group by group, computed together."""
+    if not 0 <= seed < WORD or max(positions, default=0) >= WORD:
+        return [tuple(sample_seed(seed, position, number) for number in range(samples)) for position in positions]
+    places = np.repeat(np.asarray(positions, np.uint32), samples)
+    numbers = np.tile(np.arange(samples, dtype=np.uint32), len(positions))
+    state = _first_state([np.full_like(places, seed), places, numbers]) >> np.uint32(1)
+    return [tuple(row) for row in state.reshape(len(positions), samples).tolist()]
+
+
+def _first_state(entropy: Sequence[NDArray[np.uint32]]) -> NDArray[np.uint32]:
+    """``SeedSequence(words).generate_state(1)[0]`` for each column of at most four words of entropy.
+
+    NumPy's documentation promises that the algorithm of `SeedSequence` does not change (O'Neill 2015, "Developing a
+    seed_seq alternative").
+    """
+    factor, shift = 0x43B0D7E5, np.uint32(16)
+
+    def hashed(words: NDArray[np.uint32], multiplier: int = 0x931E8875) -> NDArray[np.uint32]:
+        nonlocal factor
+        words = words ^ np.uint32(factor)
+        factor = factor * multiplier % WORD
+        words = words * np.uint32(factor)
+        return words ^ (words >> shift)
+
+    nothing = np.zeros_like(entropy[0])
+    pool = [hashed(words) for words in [*entropy, *[nothing] * 4][:4]]
+    for source in range(4):
+        for target in range(4):
+            if source != target:
+                mixed = pool[target] * np.uint32(0xCA01F9DD) - hashed(pool[source]) * np.uint32(0x4973F715)
+                pool[target] = mixed ^ (mixed >> shift)
+    factor = 0x8B51F9DD
+    return hashed(pool[0], 0x58F38DED)
+
+
 def requests_of(prompts: Sequence[list[int]], seed: int) -> list[GroupRequest]:
     """A request for one response per prompt. Its seed depends on the prompt's index, not on the number of engines."""
-    return [GroupRequest(place, prompt, (sample_seed(seed, place, 0),)) for place, prompt in enumerate(prompts)]
+    seeds = sample_seeds(seed, range(len(prompts)), 1)
+    return [GroupRequest(place, prompt, own) for place, (prompt, own) in enumerate(zip(prompts, seeds, strict=True))]

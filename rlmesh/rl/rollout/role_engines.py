@@ -75,7 +75,7 @@ class RoleEngines:
         return future
 
     def episodes(self, result: Any) -> list[list[Episode]]:
-        return [[Episode.of(sample) for sample in samples] for samples in result]
+        return [Episode.of_group(samples) for samples in result]
 
     def progress(self) -> dict[int, int]:
         return progress_of(self._group)

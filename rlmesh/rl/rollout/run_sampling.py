@@ -72,6 +72,7 @@ class RunSampling:
         # The ledger does not tell which deaths were crashes.
         self.slots.suspects = {position: -1 - position for position in self.slots.deaths}
         self._sampler: Sampler | None = None
+        self._written: Future[None] | None = None
         self._made_by = sampling_settings(run)
 
     def connect(self, engines: Engines, *, background: bool, revive: Callable[[], object]) -> None:
@@ -108,6 +109,7 @@ class RunSampling:
         so that weights can be pushed."""
         self.sampler.drain()
         self.sampler.trained(step)
+        self._written = self._ledger.written()  # `report` waits for it
 
     def await_idle(self) -> bool:
         """Wait until the engines have nothing to do before the next push; see `Sampler.await_idle`."""
@@ -123,7 +125,7 @@ class RunSampling:
 
     def report(self) -> dict[str, float]:
         """The metrics of sampling for a step. The step's rows are in the ledger afterwards, without fsync."""
-        self._ledger.flush()
+        self._ledger.flush(self._written)
         return self.sampler.report()
 
     def _note(self, text: str) -> None:

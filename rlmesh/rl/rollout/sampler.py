@@ -36,7 +36,7 @@ from rlmesh.rl.data.loader import Drawn
 from rlmesh.rl.rollout.buffer import GroupSlot, SampleBuffer
 from rlmesh.rl.rollout.engine_loads import EngineLoads, RequestEnd
 from rlmesh.rl.rollout.pipeline import Pipeline
-from rlmesh.rl.rollout.requests import Engines, ErrorKind, GroupRequest, Verdict, sample_seed
+from rlmesh.rl.rollout.requests import Engines, ErrorKind, GroupRequest, Verdict, sample_seeds
 from rlmesh.rl.rollout.silence import Silence
 from rlmesh.rl.types import Group
 
@@ -373,11 +373,11 @@ class Sampler:
         self._measure()
         self._loads.begin(rank, slots, self._clock())
         requests = []
-        for slot in slots:
+        seeds = sample_seeds(self._seed, [slot.position for slot in slots], self._samples)
+        for slot, own in zip(slots, seeds, strict=True):
             self.buffer.ask(slot)
-            seeds = tuple(sample_seed(self._seed, slot.position, number) for number in range(self._samples))
             prompt = self._prompt(slot.position).prompt
-            requests.append(GroupRequest(slot.position, prompt.ids.tolist(), seeds, prompt.row))
+            requests.append(GroupRequest(slot.position, prompt.ids.tolist(), own, prompt.row))
         self._measure()  # an engine in this process samples within the call
         try:
             future = self._engines.ask(rank, requests)

@@ -5,9 +5,8 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from math import isnan
 from typing import Any
-
-import numpy as np
 
 from rlmesh.rl.types import Abstain, Episode, Failed, Group, Outcome, Score
 
@@ -51,24 +50,28 @@ def columns_of(batch: SampledStep, decode: Decode) -> dict[str, list[Any]]:
     rows = []
     outcomes, advantages = iter(batch.totals), iter(batch.advantages)
     for group in batch.groups:
-        prompt = decode(group.episodes[0].prompt_ids.tolist())
+        place = _place(batch, group, decode(group.episodes[0].prompt_ids.tolist()))
         for number, episode in enumerate(group.episodes):
-            row = _place(batch, group, number, prompt) | _sampled(episode, decode) | _scored(episode, next(outcomes))
+            row = {**place, "sample": number, **_sampled(episode, decode), **_scored(episode, next(outcomes))}
             advantage = next(advantages)
-            row["advantage"] = None if np.isnan(advantage) else advantage
+            row["advantage"] = None if isnan(advantage) else advantage
             rows.append(row)
-    names = list(dict.fromkeys(name for row in rows for name in row))
+    names: dict[str, None] = {}
+    for row in rows:
+        if not row.keys() <= names.keys():
+            names |= dict.fromkeys(row)
     return {name: [row.get(name) for row in rows] for name in names}
 
 
-def _place(batch: SampledStep, group: Group, number: int, prompt: str) -> dict[str, Any]:
+def _place(batch: SampledStep, group: Group, prompt: str) -> dict[str, Any]:
+    """The columns that all samples of a group share; ``sample`` stands for the number of each."""
     source = group.row.get("data_source")
     return {
         "step": batch.step,
         "split": batch.split,
         "epoch": group.key[0],
         "index": group.key[-1],
-        "sample": number,
+        "sample": 0,
         "data_source": None if source is None else str(source),
         "prompt": prompt,
         "ground_truth": _truth(group.row),

@@ -152,20 +152,19 @@ def value_metrics(batch: Evaluated, weights: TokenWeights) -> dict[str, float]:
 
 
 def evaluated_of(
-    episodes: Sequence[Episode], numbers: Sequence[int], totals: Sequence[Outcome], greedy: Sequence[Outcome] | None,
-    found: dict[str, torch.Tensor], version: int,
+    episodes: Sequence[Episode], tokens: Tokens, numbers: Sequence[int], totals: Sequence[Outcome],
+    greedy: Sequence[Outcome] | None, found: dict[str, torch.Tensor], version: int,
 ) -> Evaluated:  # fmt: skip
     """The batch in the form that an algorithm takes.
 
     Args:
-        episodes: the episodes of the batch.
+        episodes, tokens: the episodes of the batch, and their tokens.
         numbers: the number of each episode's group.
         totals: the combined outcome of each episode's rewards.
         greedy: for each group, the outcome of a greedy response.
         found: columns that the roles computed.
         version: version of the weights in training.
     """
-    tokens = Tokens.of(episodes)
     return Evaluated(
         mask=torch.from_numpy(tokens.mask),
         groups=torch.tensor(numbers),
@@ -179,7 +178,7 @@ def evaluated_of(
         sampled_log_probs=torch.from_numpy(tokens.sampled_log_probs),
         greedy_rewards=None if greedy is None else values_of([greedy[number] for number in numbers]),
         cut_off=torch.tensor([episode.finish_reason in ("length", "time") for episode in episodes]),
-        current=torch.tensor([episode.versions <= {version} for episode in episodes]),
+        current=torch.tensor([episode.sampled_by(version) for episode in episodes]),
         **{"log_probs": None, **found},
     )
 

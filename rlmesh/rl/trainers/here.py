@@ -102,6 +102,7 @@ def roles_here(
         kinds: makes the object of each role, by the role's name.
         context: makes the context of a role.
     """
+    collects_at = gc.get_threshold()
     with one_rank():
         roles: dict[str, RoleHere] = {}
         try:
@@ -113,6 +114,7 @@ def roles_here(
             for one in reversed(roles.values()):
                 one.invoke("teardown")
             gc.unfreeze()  # objects that the roles made may be garbage now
+            gc.set_threshold(*collects_at)
 
 
 def trainer_here(kind: type[Trainer], groups: dict[str, RoleHere]) -> Trainer:

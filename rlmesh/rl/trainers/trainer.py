@@ -79,7 +79,7 @@ class Trainer:
             self.settings, self.run_dir, roles=lambda: [(name, role) for name, role, _ in self.trained()],
             objects=self.stateful, position=loader.position, tell=self.tell,
         )  # fmt: skip
-        keep_objects()
+        keep_objects(seldom=True)
 
     def teardown(self) -> None:
         self.checkpoints.writer.stop()
@@ -139,14 +139,9 @@ class Trainer:
         self.validation.begin()
         packs, batch = self.evaluate(groups)
         self.phases.end("evaluate")
-        metrics = self.rewards.metrics(groups) | batches.lengths_of(groups)
-        metrics |= episode_report(groups) if self.episodes is not None else {}
         weights = weighed(self.algorithm, batch)
-        metrics |= self.train(packs, batch, weights)
+        metrics = self.train(packs, batch, weights, lambda: self.record(step, groups, batch, weights))
         self.phases.end("train")
-        self.samples.add(step, groups, self.rewards.total, advantages=batches.advantages_of(groups, batch, weights))
-        metrics |= self.reward_alarm.check(step, groups)
-        self.phases.end("record")
         self.version = step
         self.buffer.trained(step)
         self.phases.end("drain")
@@ -228,7 +223,8 @@ class Trainer:
             )
             for name, role, section in self.trained()
         }
-        mask = torch.from_numpy(Tokens.of(episodes).mask)
+        tokens = Tokens.of(episodes)
+        mask = torch.from_numpy(tokens.mask)
         totals = [self.rewards.total(episode) for episode in episodes]
         greedy = self.greedy_outcomes(groups) if "greedy" in self.algorithm.needs else None
         calls: dict[str, tuple[Packs, Any]] = {}
@@ -254,7 +250,7 @@ class Trainer:
             column: batches.matrix_of(mask, own, [one for rows in call.result() for one in rows])
             for column, (own, call) in calls.items()
         }
-        return packs, batches.evaluated_of(episodes, numbers, totals, greedy, found, self.version)
+        return packs, batches.evaluated_of(episodes, tokens, numbers, totals, greedy, found, self.version)
 
     def greedy_outcomes(self, groups: Sequence[Group]) -> list[Outcome]:
         """The reward of a greedy response to each group's prompt."""
@@ -269,29 +265,36 @@ class Trainer:
         shares = batches.parts_of(packs, len(role))
         return role.call(method, shares, *([each] * len(shares) for each in given), _scatter=True)
 
-    def train(self, packs: dict[str, list[Packs]], batch: Evaluated, weights: TokenWeights) -> dict[str, float]:
-        """Make the optimizer steps of all epochs. Returns the roles' metrics, and the gap between the log-probabilities
-        of rollout engine and actor."""
+    def train(
+        self, packs: dict[str, list[Packs]], batch: Evaluated, weights: TokenWeights,
+        meanwhile: Callable[[], Mapping[str, float]] = dict,
+    ) -> dict[str, float]:  # fmt: skip
+        """Make the optimizer steps of all epochs. Returns the roles' metrics, the gap between the log-probabilities of
+        rollout engine and actor, and the metrics of ``meanwhile``, which is called while the models train."""
         # The actor updates last: on shared devices, its turn is right before the push.
         calls = []
         for name, role, section in reversed(self.trained()):
             steps = [batches.shares_of(one, batch, weights, minibatches=section.minibatches) for one in packs[name]]
             by_rank = [list(own) for own in zip(*steps, strict=True)]
             calls.append(role.call("update", by_rank, [self.version] * len(role), _scatter=True))
-        reports = [call.result()[0] for call in calls]
-        log_probs = batch.log_probs
+        # The actor answers this after the update, without another turn of the trainer.
+        asked: Any = self.actor.call("first_log_probs") if batch.log_probs is None else None
+        metrics = {**meanwhile(), **batches.value_metrics(batch, weights), **weights.metrics}
+        metrics |= batches.pack_metrics(packs["actor"], self.settings.actor.token_budget)
+        reports, log_probs = [call.result()[0] for call in calls], batch.log_probs
         if log_probs is None:
-            rows = self.actor.call("first_log_probs").result()
-            log_probs = batches.matrix_of(
-                batch.mask, batches.joined(packs["actor"]), [one for own in rows for one in own]
-            )
-        return {
-            **{name: value for report in reports for name, value in report.items()},
-            **batches.value_metrics(batch, weights),
-            **weights.metrics,
-            **self.gap(log_probs, batch),
-            **batches.pack_metrics(packs["actor"], self.settings.actor.token_budget),
-        }
+            rows = [one for own in asked.result() for one in own]
+            log_probs = batches.matrix_of(batch.mask, batches.joined(packs["actor"]), rows)
+        reported = {name: value for report in reports for name, value in report.items()}
+        return {**metrics, **reported, **self.gap(log_probs, batch)}
+
+    def record(self, step: int, groups: Sequence[Group], batch: Evaluated, weights: TokenWeights) -> dict[str, float]:
+        """Give the samples of a step to the thread that writes them, and check for reward alarms. Returns the metrics
+        of samples and rewards."""
+        self.samples.add(step, groups, self.rewards.total, advantages=batches.advantages_of(groups, batch, weights))
+        metrics = self.rewards.metrics(groups) | batches.lengths_of(groups)
+        metrics |= episode_report(groups) if self.episodes is not None else {}
+        return metrics | self.reward_alarm.check(step, groups)
 
     def gap(self, log_probs: torch.Tensor, batch: Evaluated) -> dict[str, float]:
         """The gap between the log-probabilities of rollout engine and actor, and whether it is an alarm."""

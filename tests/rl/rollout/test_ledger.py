@@ -47,6 +47,21 @@ def train(buffer: SampleBuffer, step: int, *, trains: bool = True) -> None:
         buffer.trained(step)
 
 
+def test_rows_of_a_step_are_written_while_the_trainer_goes_on(ledger: Ledger, tmp_path: Path) -> None:
+    buffer = SampleBuffer(2, 0, 9, record=ledger.record)
+    train(buffer, 1)
+    written = ledger.written()
+    assert written.result(HANG_S) is None
+    held, goes_on = threading.Event(), threading.Event()
+    ledger._post(lambda connection: (held.set(), goes_on.wait(HANG_S)))
+    try:
+        assert held.wait(HANG_S)
+        ledger.flush(written)  # does not wait for later work
+        assert [row.state for row in read_rows(tmp_path / LEDGER)] == ["trained"] * 2
+    finally:
+        goes_on.set()
+
+
 def test_slots_are_rows(ledger: Ledger, tmp_path: Path) -> None:
     buffer = SampleBuffer(2, 0, 9, record=ledger.record)
     train(buffer, 1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -17,7 +18,7 @@ from rlmesh.rl.rollout.engine_loads import EngineLoads
 from rlmesh.rl.rollout.judging import judge
 from rlmesh.rl.rollout.ledger import LEDGER, Ledger, faults_of, read_rows
 from rlmesh.rl.rollout.pipeline import Pipeline
-from rlmesh.rl.rollout.requests import sample_seed
+from rlmesh.rl.rollout.requests import sample_seed, sample_seeds
 from rlmesh.rl.rollout.role_engines import kind_of
 from rlmesh.rl.rollout.sampler import Sampler
 from rlmesh.rl.rollout.silence import Silence
@@ -688,6 +689,15 @@ def test_a_scoring_that_hangs_does_not_keep_a_run_from_ending(tmp_path: Path) ->
 def test_seeds_differ_by_run_position_and_number() -> None:
     seeds = {sample_seed(*one) for one in [(0, 0, 0), (1, 0, 0), (0, 1, 0), (0, 0, 1), (0, 1, 1)]}
     assert len(seeds) == 5 and all(0 <= seed < 2**31 for seed in seeds)
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2**31, 2**32 - 1, 2**32, 2**40 + 1])
+def test_seeds_of_many_groups_are_those_of_each_response(seed: int) -> None:
+    draw = random.Random(seed)
+    positions = [0, 1, 2**31, 2**32 - 1, *(draw.randrange(2**32) for _ in range(200))]
+    for chosen, samples in [(positions, 5), (positions[:1], 1), ([2**32, 3], 2), ([], 4)]:
+        each = [tuple(sample_seed(seed, place, number) for number in range(samples)) for place in chosen]
+        assert sample_seeds(seed, chosen, samples) == each
 
 
 def test_only_groups_that_teach_nothing_are_dropped() -> None:
