@@ -17,6 +17,7 @@ from rlmesh.envs.learners.learner import Learner, writable
 from rlmesh.envs.learners.schedule import scheduled
 from rlmesh.envs.learners.sequences import states_in, with_the_last, zeroed
 from rlmesh.envs.learners.vtrace import vtrace
+from rlmesh.envs.modules.dense import through
 from rlmesh.envs.modules.rl_module import RLModule
 
 __all__ = ["APPOLearner", "IMPALALearner"]
@@ -187,7 +188,7 @@ class APPOLearner(IMPALALearner):
         observations = batch[columns.OBS]
         digest = hashlib.blake2b(observations.numpy().tobytes(), digest_size=16).digest()
         known = self._known.pop(digest, None)
-        self._known[digest] = layers(observations) if known is None else known
+        self._known[digest] = through(observations, layers) if known is None else known
         if len(self._known) > KEPT:
             del self._known[next(iter(self._known))]
         return self._known[digest]
