@@ -126,7 +126,7 @@ class IMPALALearner(Learner):
         distribution = self.module.distribution
         assert distribution is not None
         vf_loss = 0.5 * (values - targets).square().mean()
-        entropy = distribution.entropy(inputs).mean()
+        entropy = distribution.entropy(inputs if self.entropy_coeff else inputs.detach()).mean()
         loss = policy_loss + self.config["vf_loss_coeff"] * vf_loss
         if self.entropy_coeff:
             loss = loss - self.entropy_coeff * entropy
@@ -171,7 +171,7 @@ class APPOLearner(IMPALALearner):
         ratio = from_target * (logp - sampled).exp()
         clip = scheduled(config["clip_param"], self.steps)
         policy_loss = -torch.min(ratio * advantages, ratio.clamp(1 - clip, 1 + clip) * advantages).mean()
-        kl = distribution.kl(target_inputs, inputs).mean()
+        kl = distribution.kl(target_inputs, inputs if config["use_kl_loss"] else inputs.detach()).mean()
         more = {"kl": kl, "target_ratio": from_target.mean()}
         loss, stats = self.whole_loss(policy_loss, values, targets, inputs, more)
         return (loss + self.kl_coeff * kl if config["use_kl_loss"] else loss), stats

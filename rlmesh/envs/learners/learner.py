@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from itertools import pairwise
 from typing import Any, ClassVar
 
@@ -64,7 +65,8 @@ class Learner:
         self._longest: int = module.model_config.get("max_seq_len", MAX_SEQ_LEN)
         self.partners: Partners = ALONE
         self.generator = torch.Generator()
-        self.generator.manual_seed(self.config.get("seed") or torch.seed())
+        seed = self.config.get("seed")
+        self.generator.manual_seed(self.generator.seed() if seed is None else seed)
         self._parameters = [p for p in module.parameters() if p.requires_grad]
         self.optimizer = self.make_optimizer(self._parameters)
         flat = self.optimizer.flat if isinstance(self.optimizer, FlatAdam) else None
@@ -274,11 +276,16 @@ class Learner:
     @contextmanager
     def training(self) -> Iterator[None]:
         """Layers such as dropout are in training mode within the block, and in evaluation mode after it."""
-        self.module.train()
+        layers = list(self.module.modules())
+        if all(map(_has_plain_modes, layers)):  # the calls for each layer take longer than a pass of a small module
+            modes: list[Callable[[], object]] = [partial(_set_mode, layers, mode) for mode in (True, False)]
+        else:
+            modes = [self.module.train, self.module.eval]
+        modes[0]()
         try:
             yield
         finally:
-            self.module.eval()
+            modes[1]()
 
     @contextmanager
     def _kept_if_it_fails(self) -> Iterator[None]:
@@ -312,6 +319,18 @@ class Learner:
 def writable(array: np.ndarray) -> np.ndarray:
     """The array, or a copy if it is read-only memory, of which torch has no tensors."""
     return array if array.flags.writeable else array.copy()
+
+
+def _has_plain_modes(layer: torch.nn.Module) -> bool:
+    """True if ``train()`` and ``eval()`` do nothing but set the attribute ``training``."""
+    kind, own = type(layer), vars(layer)
+    plain = kind.train is torch.nn.Module.train and kind.eval is torch.nn.Module.eval
+    return plain and "train" not in own and "eval" not in own
+
+
+def _set_mode(layers: list[torch.nn.Module], training: bool) -> None:
+    for each in layers:
+        vars(each)["training"] = training
 
 
 def _finite(tensor: torch.Tensor) -> bool:

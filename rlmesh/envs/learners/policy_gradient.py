@@ -71,10 +71,10 @@ class PPOLearner(Learner):
         error = (outputs[columns.VF_PREDS] - batch[columns.VALUE_TARGETS]).square()
         vf_loss = (error if config["vf_clip_param"] is None else error.clamp(max=config["vf_clip_param"])).mean()
         loss = policy_loss + config["vf_loss_coeff"] * vf_loss
-        entropy = distribution.entropy(inputs).mean()
+        entropy = distribution.entropy(inputs if self.entropy_coeff else inputs.detach()).mean()
         if self.entropy_coeff:
             loss = loss - self.entropy_coeff * entropy
-        kl = distribution.kl(batch[columns.ACTION_DIST_INPUTS], inputs).mean()
+        kl = distribution.kl(batch[columns.ACTION_DIST_INPUTS], inputs if self.kl_coeff else inputs.detach()).mean()
         if self.kl_coeff:
             loss = loss + self.kl_coeff * kl
         stats = {"policy_loss": policy_loss, "vf_loss": vf_loss, "entropy": entropy, "kl": kl}
