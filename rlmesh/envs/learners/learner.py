@@ -47,6 +47,7 @@ class Learner:
         recurrent: True if the loss works for modules with memory too: it then calls `forward` instead of the module's
             ``forward_train``.
         steps: rows that this learner was given so far, each counted once.
+        reports: False in those passes of an update whose statistics nobody reads: all but the last one.
         states: names of the module's states; empty without memory.
         partners: the learners that update copies of the same module, each with a share of the batch. A loss must be
             a mean over rows; statistics of the whole minibatch, such as those of standardised advantages, come from
@@ -55,6 +56,7 @@ class Learner:
 
     wants: ClassVar[tuple[str, ...]] = ()
     recurrent: ClassVar[bool] = False
+    reports = True
 
     def __init__(self, module: RLModule, config: Mapping[str, Any]) -> None:
         self.require_fit(module)
@@ -166,7 +168,7 @@ class Learner:
         with threads(self._threads), self.training(), self._kept_if_it_fails():
             for epoch in range(config["num_epochs"]):
                 order = torch.randperm(units, generator=self.generator) if parts > 1 else None
-                is_last = epoch == config["num_epochs"] - 1
+                self.reports = epoch == config["num_epochs"] - 1
                 for start, end in pairwise(bounds):
                     part, here, whole = tensors, len(batch), rows
                     if order is not None:
@@ -177,7 +179,7 @@ class Learner:
                             here, index = rows_of(index), index - first
                         part = {name: tensor.index_select(0, index) for name, tensor in tensors.items()}
                     stats = self._step(part, here, whole)
-                    if is_last:
+                    if self.reports:
                         for name, value in stats.items():
                             sums[name] = sums[name] + value if name in sums else value
             names = list(sums)
@@ -275,7 +277,10 @@ class Learner:
 
     @contextmanager
     def training(self) -> Iterator[None]:
-        """Layers such as dropout are in training mode within the block, and in evaluation mode after it."""
+        """Layers such as dropout are in training mode within the block, and in evaluation mode after it.
+
+        All passes outside of the block report their statistics.
+        """
         layers = list(self.module.modules())
         if all(map(_has_plain_modes, layers)):  # the calls for each layer take longer than a pass of a small module
             modes: list[Callable[[], object]] = [partial(_set_mode, layers, mode) for mode in (True, False)]
@@ -286,6 +291,7 @@ class Learner:
             yield
         finally:
             modes[1]()
+            self.reports = True
 
     @contextmanager
     def _kept_if_it_fails(self) -> Iterator[None]:
