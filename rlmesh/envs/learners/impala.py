@@ -17,6 +17,7 @@ from rlmesh.envs.learners.learner import Learner, writable
 from rlmesh.envs.learners.schedule import scheduled
 from rlmesh.envs.learners.sequences import states_in, with_the_last, zeroed
 from rlmesh.envs.learners.vtrace import vtrace
+from rlmesh.envs.modules.dense import through
 from rlmesh.envs.modules.rl_module import RLModule
 
 __all__ = ["APPOLearner", "IMPALALearner"]
@@ -125,7 +126,7 @@ class IMPALALearner(Learner):
         distribution = self.module.distribution
         assert distribution is not None
         vf_loss = 0.5 * (values - targets).square().mean()
-        entropy = distribution.entropy(inputs).mean()
+        entropy = distribution.entropy(inputs if self.entropy_coeff else inputs.detach()).mean()
         loss = policy_loss + self.config["vf_loss_coeff"] * vf_loss
         if self.entropy_coeff:
             loss = loss - self.entropy_coeff * entropy
@@ -170,7 +171,7 @@ class APPOLearner(IMPALALearner):
         ratio = from_target * (logp - sampled).exp()
         clip = scheduled(config["clip_param"], self.steps)
         policy_loss = -torch.min(ratio * advantages, ratio.clamp(1 - clip, 1 + clip) * advantages).mean()
-        kl = distribution.kl(target_inputs, inputs).mean()
+        kl = distribution.kl(target_inputs, inputs if config["use_kl_loss"] else inputs.detach()).mean()
         more = {"kl": kl, "target_ratio": from_target.mean()}
         loss, stats = self.whole_loss(policy_loss, values, targets, inputs, more)
         return (loss + self.kl_coeff * kl if config["use_kl_loss"] else loss), stats
@@ -187,7 +188,7 @@ class APPOLearner(IMPALALearner):
         observations = batch[columns.OBS]
         digest = hashlib.blake2b(observations.numpy().tobytes(), digest_size=16).digest()
         known = self._known.pop(digest, None)
-        self._known[digest] = layers(observations) if known is None else known
+        self._known[digest] = through(observations, layers) if known is None else known
         if len(self._known) > KEPT:
             del self._known[next(iter(self._known))]
         return self._known[digest]

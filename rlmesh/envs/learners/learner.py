@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from itertools import pairwise
 from typing import Any, ClassVar
 
@@ -46,6 +47,7 @@ class Learner:
         recurrent: True if the loss works for modules with memory too: it then calls `forward` instead of the module's
             ``forward_train``.
         steps: rows that this learner was given so far, each counted once.
+        reports: False in those passes of an update whose statistics nobody reads: all but the last one.
         states: names of the module's states; empty without memory.
         partners: the learners that update copies of the same module, each with a share of the batch. A loss must be
             a mean over rows; statistics of the whole minibatch, such as those of standardised advantages, come from
@@ -54,6 +56,7 @@ class Learner:
 
     wants: ClassVar[tuple[str, ...]] = ()
     recurrent: ClassVar[bool] = False
+    reports = True
 
     def __init__(self, module: RLModule, config: Mapping[str, Any]) -> None:
         self.require_fit(module)
@@ -167,7 +170,7 @@ class Learner:
         with threads(self._threads), self.training(), self._kept_if_it_fails():
             for epoch in range(config["num_epochs"]):
                 order = torch.randperm(units, generator=self.generator) if parts > 1 else None
-                is_last = epoch == config["num_epochs"] - 1
+                self.reports = epoch == config["num_epochs"] - 1
                 for start, end in pairwise(bounds):
                     part, here, whole = tensors, len(batch), rows
                     if order is not None:
@@ -178,7 +181,7 @@ class Learner:
                             here, index = rows_of(index), index - first
                         part = {name: tensor.index_select(0, index) for name, tensor in tensors.items()}
                     stats = self._step(part, here, whole)
-                    if is_last:
+                    if self.reports:
                         for name, value in stats.items():
                             sums[name] = sums[name] + value if name in sums else value
             names = list(sums)
@@ -276,12 +279,21 @@ class Learner:
 
     @contextmanager
     def training(self) -> Iterator[None]:
-        """Layers such as dropout are in training mode within the block, and in evaluation mode after it."""
-        self.module.train()
+        """Layers such as dropout are in training mode within the block, and in evaluation mode after it.
+
+        All passes outside of the block report their statistics.
+        """
+        layers = list(self.module.modules())
+        if all(map(_has_plain_modes, layers)):  # the calls for each layer take longer than a pass of a small module
+            modes: list[Callable[[], object]] = [partial(_set_mode, layers, mode) for mode in (True, False)]
+        else:
+            modes = [self.module.train, self.module.eval]
+        modes[0]()
         try:
             yield
         finally:
-            self.module.eval()
+            modes[1]()
+            self.reports = True
 
     @contextmanager
     def _kept_if_it_fails(self) -> Iterator[None]:
@@ -315,6 +327,18 @@ class Learner:
 def writable(array: np.ndarray) -> np.ndarray:
     """The array, or a copy if it is read-only memory, of which torch has no tensors."""
     return array if array.flags.writeable else array.copy()
+
+
+def _has_plain_modes(layer: torch.nn.Module) -> bool:
+    """True if ``train()`` and ``eval()`` do nothing but set the attribute ``training``."""
+    kind, own = type(layer), vars(layer)
+    plain = kind.train is torch.nn.Module.train and kind.eval is torch.nn.Module.eval
+    return plain and "train" not in own and "eval" not in own
+
+
+def _set_mode(layers: list[torch.nn.Module], training: bool) -> None:
+    for each in layers:
+        vars(each)["training"] = training
 
 
 def _finite(tensor: torch.Tensor) -> bool:

@@ -71,13 +71,17 @@ class PPOLearner(Learner):
         error = (outputs[columns.VF_PREDS] - batch[columns.VALUE_TARGETS]).square()
         vf_loss = (error if config["vf_clip_param"] is None else error.clamp(max=config["vf_clip_param"])).mean()
         loss = policy_loss + config["vf_loss_coeff"] * vf_loss
-        entropy = distribution.entropy(inputs).mean()
+        stats = {"policy_loss": policy_loss, "vf_loss": vf_loss}
+        reports = self.reports or type(self) is not PPOLearner  # a subclass may read them in each pass
+        if self.entropy_coeff or reports:
+            stats["entropy"] = distribution.entropy(inputs if self.entropy_coeff else inputs.detach()).mean()
         if self.entropy_coeff:
-            loss = loss - self.entropy_coeff * entropy
-        kl = distribution.kl(batch[columns.ACTION_DIST_INPUTS], inputs).mean()
+            loss = loss - self.entropy_coeff * stats["entropy"]
+        if self.kl_coeff or reports:
+            before = batch[columns.ACTION_DIST_INPUTS]
+            stats["kl"] = distribution.kl(before, inputs if self.kl_coeff else inputs.detach()).mean()
         if self.kl_coeff:
-            loss = loss + self.kl_coeff * kl
-        stats = {"policy_loss": policy_loss, "vf_loss": vf_loss, "entropy": entropy, "kl": kl}
+            loss = loss + self.kl_coeff * stats["kl"]
         return loss, {name: value.detach() for name, value in stats.items()}
 
     def after_update(self, stats: dict[str, float]) -> None:

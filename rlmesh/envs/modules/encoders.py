@@ -12,13 +12,14 @@ import torch
 from torch import nn
 
 from rlmesh.envs.environments.registry import did_you_mean
+from rlmesh.envs.modules.activations import Tanh
 from rlmesh.envs.settings.model import INITIALIZERS
 from rlmesh.errors import UsageError
 
 __all__ = ["ACTIVATIONS", "Features", "ImageEncoder", "LogStdColumns", "encoder_of", "initialize", "is_image", "mlp"]
 
 ACTIVATIONS: dict[str, type[nn.Module]] = {
-    "tanh": nn.Tanh, "relu": nn.ReLU, "silu": nn.SiLU, "elu": nn.ELU, "gelu": nn.GELU,
+    "tanh": Tanh, "relu": nn.ReLU, "silu": nn.SiLU, "elu": nn.ELU, "gelu": nn.GELU,
 }  # fmt: skip
 CONV_FILTERS = ((32, 8, 4), (64, 4, 2), (64, 3, 1))
 """Channels, kernel and stride of each layer (Mnih et al. 2015), for images of 84 × 84."""

@@ -5,12 +5,13 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from rlmesh.envs.modules.activations import Tanh
 from rlmesh.envs.modules.encoders import Features, LogStdColumns
 from rlmesh.envs.modules.numpy_layers import Layer, NumpyLayers
 
 __all__ = ["NumpyForward", "layers_by_name"]
 
-_PLAIN: dict[type[nn.Module], str] = {nn.Tanh: "tanh", nn.ReLU: "relu"}
+_PLAIN: dict[type[nn.Module], str] = {nn.Tanh: "tanh", Tanh: "tanh", nn.ReLU: "relu"}
 LARGEST = 512
 """The width of a layer from which torch's own kernels win."""
 

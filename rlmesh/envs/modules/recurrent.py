@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from rlmesh.envs.modules.activations import tanh
 from rlmesh.envs.modules.encoders import encoder_of
 from rlmesh.errors import UsageError
 
@@ -185,7 +186,7 @@ class GRUGate(nn.Module):
         reset_y, update_y, new_y = self.of_update(y).chunk(3, -1)
         reset_x, update_x = self.of_stream(x).chunk(2, -1)
         update = torch.sigmoid(update_y + update_x - self.bias)
-        new = torch.tanh(new_y + self.of_kept(torch.sigmoid(reset_y + reset_x) * x))
+        new = tanh(new_y + self.of_kept(torch.sigmoid(reset_y + reset_x) * x))
         return (1 - update) * x + update * new
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from rlmesh.envs.batches import columns
+from rlmesh.envs.modules.dense import through
 from rlmesh.envs.modules.distributions import (
     ActionDistribution,
     CategoricalActions,
@@ -178,20 +179,25 @@ class ActorCriticModule(RLModule):
         return {} if self.memory is None else self.memory.initial_state()
 
     def forward_train(self, batch: Mapping[str, Any]) -> dict[str, Any]:
-        features, more = self.encoder(batch[columns.OBS]), {}
+        obs, more = batch[columns.OBS], {}
+        if self.value_encoder is not None:
+            return {
+                columns.ACTION_DIST_INPUTS: through(obs, self.encoder, self.policy_head),
+                columns.VF_PREDS: through(obs, self.value_encoder, self.value_head).squeeze(-1),
+            }
+        features = through(obs, self.encoder)
         if self.memory is not None:
             features, more[columns.STATE_OUT] = self.memory(features, batch[columns.STATE_IN])
-        values = features if self.value_encoder is None else self.value_encoder(batch[columns.OBS])
         return {
             columns.ACTION_DIST_INPUTS: self.policy_head(features),
-            columns.VF_PREDS: self.value_head(values).squeeze(-1),
+            columns.VF_PREDS: self.value_head(features).squeeze(-1),
             **more,
         }
 
     def forward_exploration(self, batch: Mapping[str, Any]) -> dict[str, Any]:
         if self.shares or type(self).forward_train is not ActorCriticModule.forward_train:
             return self.forward_train(batch)  # a subclass may change the logits there alone
-        return {columns.ACTION_DIST_INPUTS: self.policy_head(self.encoder(batch[columns.OBS]))}
+        return {columns.ACTION_DIST_INPUTS: through(batch[columns.OBS], self.encoder, self.policy_head)}
 
     def compute_values(self, batch: Mapping[str, Any]) -> torch.Tensor:
         """Values of observations, ``[rows]``, by the value head alone.
@@ -201,8 +207,7 @@ class ActorCriticModule(RLModule):
         if self.memory is not None:
             return super().compute_values(batch)
         encoder = self.encoder if self.value_encoder is None else self.value_encoder
-        values: torch.Tensor = self.value_head(encoder(batch[columns.OBS])).squeeze(-1)
-        return values
+        return through(batch[columns.OBS], encoder, self.value_head).squeeze(-1)
 
     def exploration_layers(self) -> nn.Module | None:
         return nn.Sequential(self.encoder, self.policy_head) if self.memory is None else None

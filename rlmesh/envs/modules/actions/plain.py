@@ -70,7 +70,9 @@ class CategoricalActions(ActionDistribution):
         return actions
 
     def log_prob(self, inputs: torch.Tensor, actions: torch.Tensor) -> torch.Tensor:
-        chosen = actions.long().unsqueeze(-1) - self.start
+        chosen = actions.long().unsqueeze(-1)
+        if self.start:
+            chosen = chosen - self.start
         return torch.log_softmax(inputs, -1).gather(-1, chosen).squeeze(-1)
 
     def entropy(self, inputs: torch.Tensor) -> torch.Tensor:
