@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import os
 from pathlib import Path
@@ -10,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 
-from rlmesh.rl.engines import host_memory
 from rlmesh.rl.engines.host_memory import KeptRooms, empty_on_host, make_rooms
 
 MIB = 1 << 20
@@ -69,8 +69,13 @@ def test_pages_are_made_locked_and_given_back(cuda: Cuda) -> None:
 
 def test_every_page_is_made_before_cuda_locks_it(cuda: Cuda, monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[tuple[int, int]] = []
-    fill = host_memory.ctypes.memset
-    monkeypatch.setattr(host_memory.ctypes, "memset", lambda at, value, n: made.append((at, n)) or fill(at, value, n))
+    fill = ctypes.memset
+
+    def fill_and_tell(at: int, value: int, size: int) -> None:
+        made.append((at, size))
+        fill(at, value, size)
+
+    monkeypatch.setattr(ctypes, "memset", fill_and_tell)
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(5)))
     (room,) = make_rooms([41 * MIB + 7], pinned=True)
     begin, ends = room.data_ptr(), room.data_ptr()

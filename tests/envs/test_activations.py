@@ -138,7 +138,7 @@ def test_transformations_of_functions_are_left_to_torch(by_numpy: list[int]) -> 
     x = numbers(200, 64).clamp(-3, 3)
     assert torch.allclose(torch.func.grad(lambda x: tanh(x).sum())(x), 1 - torch.tanh(x).square(), atol=1e-6)
     assert torch.equal(torch.func.vmap(tanh)(x), torch.tanh(x))
-    value, tangent = torch.func.jvp(tanh, (x,), (torch.ones_like(x),))
+    value, tangent, *_ = torch.func.jvp(tanh, (x,), (torch.ones_like(x),))
     assert torch.equal(value, torch.tanh(x)) and torch.allclose(tangent, 1 - value.square(), atol=1e-6)
     with torch.autograd.forward_ad.dual_level():
         dual = torch.autograd.forward_ad.make_dual(x, torch.ones_like(x))
@@ -164,7 +164,7 @@ def test_networks_keep_their_names_and_can_be_copied_and_pickled(by_numpy: list[
     network = mlp([4, 64, 64, 2], "tanh", last_gain=1.0)
     plain = torch.nn.Sequential(*(torch.nn.Tanh() if isinstance(each, Tanh) else each for each in network))
     assert list(network.state_dict()) == list(plain.state_dict())
-    assert all(isinstance(each, torch.nn.Tanh) for each in network[1::2])
+    assert all(isinstance(each, torch.nn.Tanh) for each in list(network)[1::2])
     file = io.BytesIO()
     torch.save(network, file)
     file.seek(0)

@@ -46,9 +46,9 @@ def test_all_layers_are_in_training_mode_within_an_update_alone() -> None:
             assert not isinstance(extra, Frozen) or not extra.training
         assert not any(layer.training for layer in module.modules())
         module.extra = torch.nn.Identity()
-    whole = ActorCriticModule(BOX, TWO)
+    whole: Any = ActorCriticModule(BOX, TWO)
     calls: list[str] = []
-    whole.eval = lambda: calls.append("eval")  # type: ignore[method-assign,assign,return-value]
+    whole.eval = lambda: calls.append("eval")
     with Learner(whole, {}).training():
         assert whole.training
     assert calls == ["eval"]

@@ -39,6 +39,7 @@ class Dull(gym.Env[np.ndarray, Any]):
 def trained(config: Any, caplog: pytest.LogCaptureFixture, most: int = 60) -> tuple[Any, list[str]]:
     """The first result with a warning, or the last one, and the warnings of the log after two more iterations."""
     config.debugging(seed=0)
+    result: Any = {}
     with caplog.at_level(logging.WARNING), config.build() as algorithm:
         for _ in range(most):
             result = algorithm.train()

@@ -188,7 +188,7 @@ def test_whole_episodes_that_do_not_end_are_told(
 def test_whole_numbers_that_do_not_fit_the_type_of_their_space_are_refused(composed: bool) -> None:
     class Small(Endless):
         inner = gym.spaces.Box(-100, 100, (2,), np.int8)
-        observation_space = gym.spaces.Dict({"a": inner}) if composed else inner
+        observation_space: Any = gym.spaces.Dict({"a": inner}) if composed else inner
         value = 100
 
         def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
@@ -212,7 +212,7 @@ def test_steps_before_an_error_are_counted() -> None:
         def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
             Fails.steps += 1
             observation, _, *rest = super().step(action)
-            return observation, float("nan") if Fails.steps == 70 else 1.0, *rest  # type: ignore[return-value]
+            return observation, float("nan") if Fails.steps == 70 else 1.0, *rest
 
     config = PPOConfig().environment(Fails, env_config={"length": 10}).env_runners(num_envs=1)
     config.training(train_batch_size=20, minibatch_size=10).reporting(min_env_steps_per_iteration=100)
@@ -225,7 +225,7 @@ def test_steps_before_an_error_are_counted() -> None:
 
 
 def test_a_setup_that_fails_leaves_no_runners() -> None:
-    stopped = []
+    stopped: list[Any] = []
 
     class Own(PPO):
         def setup(self, config: Any) -> None:

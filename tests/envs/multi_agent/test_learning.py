@@ -138,10 +138,11 @@ def test_a_policy_that_a_function_stops_training_is_not_updated_from_replay() ->
     with config.env_runners(rollout_fragment_length=20).build() as algorithm:
         assert algorithm.train()["learners"].keys() == {"first", "second"}
         trained.remove("second")
-        updates = {name: algorithm.get_policy(name).learner.updates for name in ("first", "second")}
+        learners: dict[str, Any] = {name: algorithm.get_policy(name) for name in ("first", "second")}
+        updates = {name: policy.learner.updates for name, policy in learners.items()}
         assert algorithm.train()["learners"].keys() == {"first"}
-        assert algorithm.get_policy("first").learner.updates > updates["first"]
-        assert algorithm.get_policy("second").learner.updates == updates["second"]
+        assert learners["first"].learner.updates > updates["first"]
+        assert learners["second"].learner.updates == updates["second"]
 
 
 def test_replay_needs_policies_with_modules() -> None:

@@ -125,9 +125,10 @@ def test_priorities_of_sequences_follow_their_errors_and_are_in_the_checkpoint(k
         algorithm.save(tmp_path / "checkpoint")
         algorithm.train()
         wanted = algorithm.replay.state()["priorities"]
-    with Algorithm.from_checkpoint(tmp_path / "checkpoint") as algorithm:
-        algorithm.train()
-        assert np.array_equal(algorithm.replay.state()["priorities"], wanted)
+    restored: Any = Algorithm.from_checkpoint(tmp_path / "checkpoint")
+    with restored:
+        restored.train()
+        assert np.array_equal(restored.replay.state()["priorities"], wanted)
 
 
 def test_dqn_with_memory_and_priorities_solves_the_task() -> None:

@@ -191,7 +191,7 @@ def test_a_batch_without_an_order_or_that_fails_on_the_way_fails() -> None:
 
     assert to_outcomes((float(i) for i in range(2)), 2) == [Score(0.0), Score(1.0)]
     assert to_outcomes(breaks(), 2) == [Failed("LookupError: row 1")] * 2
-    assert all("set of length 2" in one.reason for one in to_outcomes({0.0, 1.0}, 2))  # type: ignore[union-attr]
+    assert all("set of length 2" in one.reason for one in to_outcomes({0.0, 1.0}, 2))
 
 
 def test_what_functions_return_becomes_an_outcome() -> None:

@@ -53,7 +53,12 @@ def test_rows_of_a_step_are_written_while_the_trainer_goes_on(ledger: Ledger, tm
     written = ledger.written()
     assert written.result(HANG_S) is None
     held, goes_on = threading.Event(), threading.Event()
-    ledger._post(lambda connection: (held.set(), goes_on.wait(HANG_S)))
+
+    def hold(connection: object) -> None:
+        held.set()
+        goes_on.wait(HANG_S)
+
+    ledger._post(hold)
     try:
         assert held.wait(HANG_S)
         ledger.flush(written)  # does not wait for later work
