@@ -227,14 +227,14 @@ def _batches(segments: Sequence[Segment]) -> list[_Batch]:
             edges.append(place)
             first, query, scores = place, length, length * seen
         longest, real = query, scores
-    rows = torch.from_numpy(table[order])
-    return [_batch(rows[start:end]) for start, end in pairwise([*edges, len(order)])]
+    sorted_table = table[order]
+    return [_batch(sorted_table[start:end]) for start, end in pairwise([*edges, len(order)])]
 
 
-def _batch(rows: Tensor) -> _Batch:
+def _batch(rows: np.ndarray[Any, Any]) -> _Batch:
     """A batch of the segments in the rows, ``[segments, 4]``: start, length, start and length of the prefix."""
-    starts, lengths, prefix_starts, prefixes = rows.unsqueeze(2).unbind(1)
-    q, k = torch.arange(int(lengths.max())), torch.arange(int((prefixes + lengths).max()))
+    q, k = torch.arange(rows[:, 1].max()), torch.arange((rows[:, 1] + rows[:, 3]).max())
+    starts, lengths, prefix_starts, prefixes = torch.from_numpy(rows).unsqueeze(2).unbind(1)
     queries = starts + torch.minimum(q, lengths - 1)
     keys = torch.where(k < prefixes, prefix_starts + k, starts + torch.minimum(k - prefixes, lengths - 1))
     real = q < lengths

@@ -13,7 +13,7 @@ ENGINES_PIP := $(ENGINES_PYTHON) -m pip --retries 2 --timeout 30 install --no-in
 # The longest files first, so that no job is left alone with one of them at the end.
 ENGINES_LONGEST := $(addprefix tests/engines/test_,vllm.py training_engines.py training_checkpoint_ranks.py)
 ENGINES_TESTS := $(ENGINES_LONGEST) $(filter-out $(ENGINES_LONGEST),$(wildcard tests/engines/test_*.py)) \
-  tests/observe/test_trackers.py
+  tests/observe/test_trackers.py $(addprefix tests/rl/test_,lora_run.py packed_ranks.py)
 ENGINES_READY := $(ENGINES_VENV)/.engines-ready-$(CHOICE)
 ENGINES_MISSING = { echo "make engines: pip could not install $(1); it says why above. TORCH and PIP_ARGS choose what \
   is installed and from where (CONTRIBUTING.md)"; exit 1; }

@@ -17,7 +17,6 @@ import pytest
 
 from rlmesh.errors import UsageError
 from rlmesh.rl.algorithms import GRPO, PPO, Algorithm
-from rlmesh.rl.evaluation.evaluate import EvaluationRun
 from rlmesh.rl.rewards import Reward
 from rlmesh.rl.trainers import preflight
 from rlmesh.rl.trainers.run import Run
@@ -268,6 +267,8 @@ def test_models_that_would_train_with_wrong_numbers_are_told_before_any_process_
     with pytest.raises(UsageError, match=said):
         run.check()
     # An evaluation only samples.
+    from rlmesh.rl.evaluation.evaluate import EvaluationRun  # imports torch
+
     EvaluationRun(**{one.name: getattr(run, one.name) for one in fields(Run)} | {"algorithm": Algorithm()}).check()
 
 

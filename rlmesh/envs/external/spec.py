@@ -56,6 +56,8 @@ class ExternalVector:
     """The spaces of an `ExternalEnv`, in place of a vector of environments."""
 
     resets_later = False
+    begun = True
+    """The simulators have begun before the runner knows of them."""
 
     def __init__(self, spec: ExternalEnv) -> None:
         self.rows, self.action_space = ObservationRows(spec.observation_space), spec.action_space
