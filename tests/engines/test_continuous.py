@@ -72,7 +72,7 @@ def alike(together: list[Sample], one_by_one: list[Sample]) -> None:
 
 
 @pytest.mark.parametrize(("make", "kind"), [(lambda: tiny(0), SlotCache), (windowed, WholeCache)])
-@pytest.mark.parametrize("most", [3, 8, 64])
+@pytest.mark.parametrize("most", [8, *(pytest.param(count, marks=pytest.mark.slow) for count in (3, 64))])
 def test_together_as_alone(make: Any, kind: type, most: int) -> None:
     """Greedy, and with a seed for each request, whatever else is in the batch."""
     model = make()

@@ -151,6 +151,7 @@ def test_the_reference_needs_what_is_predicted(folder: Path) -> None:
     assert reference.activations == pytest.approx(count.peak - held, rel=TOLERANCE)
 
 
+@pytest.mark.slow
 def test_the_largest_budget_fits_and_a_larger_one_does_not(folder: Path) -> None:
     run = run_of(folder)
     room = 1_120 * 2**20
