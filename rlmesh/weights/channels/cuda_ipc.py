@@ -324,7 +324,11 @@ class CudaIpcReceiver(ChannelReceiver):
                 ready = _events[handle] if here else open_event(device, handle)
                 sums = bytes_at(address_of(place), 8 * count, device, self)
         except (Unshareable, DeviceUnreachable) as error:
-            raise ChannelBroken(f"{self._sink} cannot open the source's memory: {error}", self._sink) from error
+            raise ChannelBroken(
+                f"{self._sink} cannot open the source's memory (WeightSync(channel='shm') goes through host memory "
+                f"instead): {error}",
+                self._sink,
+            ) from error
         pieces = AddressedTensors(
             (bytes_at(address, size, device, self) for address, size in zip(addresses, bucket.sizes, strict=True)),
             addresses,
