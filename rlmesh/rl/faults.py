@@ -1,5 +1,5 @@
-"""What users write: values that are given as text, and faults: the nearest right names, numbers that are too small or
-too large, parameters that nothing fills."""
+"""Values that users write as text, and the faults of what they write: the nearest right names, numbers that are too
+small or too large, parameters that nothing fills."""
 
 from __future__ import annotations
 

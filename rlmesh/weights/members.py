@@ -287,7 +287,7 @@ class MemberEndpoint:
         return {name: incarnation for name, incarnation in self.incarnations().items() if is_there(name, incarnation)}
 
     def behind(self, members: Iterable[str], version: int, timeout_s: float) -> frozenset[str]:
-        """Those of some sinks that serve another version, or none.
+        """The sinks among ``members`` that do not serve ``version``.
 
         Raises:
             WeightSyncError: a sink does not answer.

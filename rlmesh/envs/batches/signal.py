@@ -23,7 +23,7 @@ EQUAL = 1e-6
 
 @dataclass
 class _Seen:
-    """What the batches of one policy had so far.
+    """Counts and ranges of the batches of one policy.
 
     Attributes:
         reward: the only reward; None before the first step.
@@ -92,7 +92,7 @@ class SignalWatch:
         return found
 
     def get_state(self) -> dict[str, Any]:
-        """What was seen so far, by policy."""
+        """The counts and ranges of each policy."""
         return {policy_id: asdict(seen) for policy_id, seen in self._seen.items()}
 
     def set_state(self, state: Mapping[str, Any]) -> None:

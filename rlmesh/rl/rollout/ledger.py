@@ -48,7 +48,7 @@ Work = Callable[[sqlite3.Connection], Any]
 
 
 def _sync(connection: sqlite3.Connection) -> None:
-    """Do nothing: this work marks a batch after which the thread calls fsync."""
+    """Mark a batch after which the thread calls fsync."""
 
 
 TABLES = """
@@ -273,7 +273,7 @@ class Ledger:
                 self._carry_out(connection, [one for one in batch if one is not None])
 
     def _carry_out(self, connection: sqlite3.Connection, batch: list[tuple[Work, Future[Any] | None]]) -> None:
-        """Do the work of a batch, and earlier work that failed on a full disk, in one transaction.
+        """Carry out the work of a batch, and earlier work that failed on a full disk, in one transaction.
 
         If the transaction fails, the futures of the batch get the error. Without futures, the next wait raises it. Work
         that failed on a full disk is kept for the next batch.

@@ -443,7 +443,8 @@ class Sampler:
     # Scoring.
 
     def _begin_scoring(self) -> bool:
-        """Have sampled groups scored: each alone or, if the pipeline drains, in rounds. True if they are scored now."""
+        """Give sampled groups to the scorers: each alone or, if the pipeline drains, in rounds. True if they are now
+        scored."""
         under_way = {slot.position for slots in self._scoring.values() for slot in slots}
         slots = [slot for slot in self.buffer.unscored() if slot.position not in under_way]
         if self.pipeline.drains and (self._scoring or self._loads.in_round):

@@ -125,7 +125,9 @@ def _row(episode: Episode, device: torch.device) -> Tensor:
 def _same(found: Tensor, right: Tensor) -> bool:
     rough = right.dtype in (torch.float16, torch.bfloat16)
     found, right = found.double(), right.double()
-    return bool((found - right).abs().max() <= (ROUGH if rough else EXACT) * right.square().mean().sqrt())
+    # A few numbers of real models are dozens of times as large as the others, and are rounded as much more.
+    size = right.square().mean().sqrt() + right.abs()
+    return bool(((found - right).abs() <= (ROUGH if rough else EXACT) * size).all())
 
 
 @contextmanager
