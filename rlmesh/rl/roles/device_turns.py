@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 from rlmesh import DeviceLease, current_worker, rpc
+from rlmesh.rl.roles.kernel_stacks import shrink_kernel_stacks
 
 __all__ = ["DeviceTurns", "TakesTurns"]
 
@@ -45,6 +46,8 @@ class DeviceTurns:
         """Add a part that has just been made, and is awake."""
         self._parts[name] = wake, sleep
         self.awake = name
+        if self.leased:
+            shrink_kernel_stacks()  # each process that shares the devices keeps some of their memory all the time
 
     @contextmanager
     def turn(self, name: str) -> Iterator[None]:
