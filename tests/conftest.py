@@ -6,6 +6,7 @@ import asyncio
 import gc
 import os
 import shutil
+import sys
 import tempfile
 import threading
 import time
@@ -51,6 +52,19 @@ gc.disable()
 def pytest_collection_finish() -> None:
     keep_objects()
     gc.enable()
+    share_the_cores()
+
+
+def share_the_cores() -> None:
+    """Give torch as many threads as this process has cores beside the others that run tests.
+
+    Threads without a core of their own wait for each other at each kernel: tests of small networks take two to nine
+    times as long. Processes that a test starts are not changed.
+    """
+    torch = sys.modules.get("torch")  # imported by the modules of the tests, if by any
+    workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    if torch is not None and workers > 1:
+        torch.set_num_threads(max(1, min(torch.get_num_threads(), len(os.sched_getaffinity(0)) // workers)))
 
 
 def keep_objects() -> None:

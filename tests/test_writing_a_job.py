@@ -47,6 +47,7 @@ def printed(folder: Path, *words: str) -> str:
     return result.stdout
 
 
+@pytest.mark.slow
 def test_the_bandit_learns_when_it_is_launched(folder: Path) -> None:
     out = printed(folder, "-m", "rlmesh.cli.main", "launch", "bandit.py", "--", "--steps", "20")
     (reward,) = re.findall(r"mean reward of the last step: (\S+)", out)

@@ -10,6 +10,7 @@ import pytest
 from tests.examples.ppo_runs import SMALL, check_run_directory, ends_of, launch, sets
 
 
+@pytest.mark.slow
 def test_two_steps_of_a_small_batch_from_start_to_end(tiny: Path, tmp_path: Path) -> None:
     output, run_dir, curve = launch(tmp_path, "--pretrain", str(tiny), "--steps", "2", *SMALL, timeout=110)
     check_run_directory(run_dir, curve, 2)

@@ -32,8 +32,9 @@ def rows(path: Path) -> list[dict[str, str]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def test_the_data_splits_without_overlap_and_follows_from_the_seed(tiny: Path) -> None:
-    train, validation = rows(tiny / "train.jsonl"), rows(tiny / "validation.jsonl")
+def test_the_data_splits_without_overlap_and_follows_from_the_seed(tmp_path: Path) -> None:
+    grpo_model.make(tmp_path / "tiny", accuracy=0.0)
+    train, validation = (rows(tmp_path / "tiny" / f"{name}.jsonl") for name in ("train", "validation"))
     assert (len(train), len(validation)) == (32_512, 256)
     assert len({row["prompt"] for row in [*train, *validation]}) == 8**5
     assert all(row["prompt"] == row["ground_truth"][::-1] + ">" for row in [*train, *validation])

@@ -52,6 +52,7 @@ def test_a_member_that_cannot_be_built_fails_the_calls_that_wait_for_it(tmp_path
     assert "ValueError: it cannot be built" in text and executed in ("no", "maybe")
 
 
+@pytest.mark.slow
 def test_stalls_are_no_deaths(tmp_path: Path, own_time: OwnTime) -> None:
     """Twelve seconds without the interpreter's lock, and a stopped process: calls wait, at most until their deadline;
     nobody is declared dead."""

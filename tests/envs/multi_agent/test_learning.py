@@ -78,6 +78,7 @@ def test_dqn_learns_with_a_policy_for_each_agent() -> None:
     assert trained(convoy(config.env_runners(rollout_fragment_length=16)), 8.5, 12) >= 9.0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("config", [IMPALAConfig(), APPOConfig()])
 def test_impala_and_appo_learn_with_a_policy_for_each_agent(config: AlgorithmConfig) -> None:
     config = convoy(config.copy().training(train_batch_size=80, lr=5e-3, gamma=0.5))
@@ -85,6 +86,7 @@ def test_impala_and_appo_learn_with_a_policy_for_each_agent(config: AlgorithmCon
     assert trained(config, 9.5, 12) >= 9.5
 
 
+@pytest.mark.slow
 def test_one_policy_learns_for_agents_that_come_and_go() -> None:
     """Each worker takes three steps, the last one two: 29 is the largest return."""
     config = PPOConfig().environment(Shift).training(train_batch_size=400, minibatch_size=200, lr=3e-3, gamma=0.0)
@@ -233,6 +235,7 @@ def test_steps_of_agents_may_be_counted() -> None:
 
 def test_replay_by_policy() -> None:
     config = convoy(DQNConfig().training(num_steps_sampled_before_learning_starts=0))
+    config.reporting(min_env_steps_per_iteration=80)
     with config.env_runners(rollout_fragment_length=8).build() as algorithm:
         result = algorithm.train()
         replay = algorithm.replay  # type: ignore[attr-defined]
