@@ -1,12 +1,15 @@
 """The pipelines beside each other: sync, one-step-off, async.
 
-python benchmarks/pipelines.py [--steps 16] [--threads 1 2] [--rounds 2] [--staleness 3]
+python benchmarks/pipelines.py [--steps 16] [--threads 1 2] [--rounds 2] [--staleness 3] [--longest 12]
 
 A job has a trainer, one actor that really trains, and two engines that only wait: each response takes as long as its
-recorded length says (log-normal, sigma 1, cut off at 12 times the median), and an engine holds 16 responses at a time,
-as continuous batching does. Weights are really pushed. The time per token is set so that, in the synchronous pipeline,
-sampling a batch takes as long as the rest of the step. The time of a step is the mean over all but the first three;
-modes take turns, and each has its best thread count of those given.
+recorded length says (log-normal, sigma 1, cut off at `--longest` times the median), and an engine holds 16 responses at
+a time, as continuous batching does. Weights are really pushed. The time per token is set so that, in the synchronous
+pipeline, sampling a batch takes as long as the rest of the step. The time of a step is the mean over all but the first
+three; modes take turns, and each has its best thread count of those given.
+
+In async, a step then takes as long as training. In one-step-off it takes the longer of sampling and training, which is
+1.15 times that on average if responses are cut off at 12 medians, and 1.20 times if at 32 or not at all.
 """
 
 from __future__ import annotations
@@ -42,7 +45,7 @@ from rlmesh.rl.trainers.trainer import Trainer
 from rlmesh.testing import LocalCluster
 
 PROMPTS, SAMPLES, ENGINES, SLOTS = 8, 4, 2, 16
-MEDIAN, SIGMA, MOST = 32, 1.0, 384
+MEDIAN, SIGMA = 32, 1.0
 VOCABULARY, PROMPT = 1024, 32
 LEFT_OUT = 3
 
@@ -63,17 +66,17 @@ class MeasuredPipeline(Run):
         return PreTrainedTokenizerFast.from_pretrained(self.model)  # words, unlike those of the model's family
 
 
-def length_of(seed: int) -> int:
+def length_of(seed: int, most: int) -> int:
     """The recorded length of a response."""
-    return int(np.clip(MEDIAN * np.exp(SIGMA * np.random.default_rng(seed).standard_normal()), 2, MOST))
+    return int(np.clip(MEDIAN * np.exp(SIGMA * np.random.default_rng(seed).standard_normal()), 2, most))
 
 
 class WaitingEngine(TransformersEngine):
     """Takes weights as the engine of transformers does, and makes responses by waiting."""
 
-    def __init__(self, model: Any, token_s: float, **options: Any) -> None:
+    def __init__(self, model: Any, token_s: float, most: int, **options: Any) -> None:
         super().__init__(model, **options)
-        self.token_s = token_s
+        self.token_s, self.most = token_s, most
         self._order = itertools.count()
         self._ends: list[tuple[float, int, Any, Future[Sample]]] = []
         self._waits: list[tuple[Any, Future[Sample]]] = []
@@ -96,14 +99,14 @@ class WaitingEngine(TransformersEngine):
             with self._news:
                 while self._waits and len(self._ends) < SLOTS:
                     (prompt, seed), future = self._waits.pop(0)
-                    due = time.monotonic() + length_of(seed) * self.token_s
+                    due = time.monotonic() + length_of(seed, self.most) * self.token_s
                     heapq.heappush(self._ends, (due, next(self._order), (prompt, seed, self.version), future))
                 left = self._ends[0][0] - time.monotonic() if self._ends else None
                 if left is None or left > 0:
                     self._news.wait(left)
                     continue
                 _, _, (prompt, seed, version), future = heapq.heappop(self._ends)
-            length = length_of(seed)
+            length = length_of(seed, self.most)
             tokens = np.random.default_rng(seed).integers(3, VOCABULARY, length).tolist()
             if future.set_running_or_notify_cancel():
                 future.set_result(Sample.of(prompt, tokens, [-np.log(VOCABULARY)] * length, version, "length"))
@@ -118,7 +121,7 @@ class WaitingRollout(RolloutRole):
         settings: Any = self.run_settings
         model = AutoModelForCausalLM.from_pretrained(settings.model).eval()
         keep: dict[str, Any] = {} if settings.schedule.drains else {"pause_mode": "keep", "keep_cache": True}
-        return WaitingEngine(model, settings.token_s, pad_token_id=0, **keep)
+        return WaitingEngine(model, settings.token_s, settings.rollout.max_tokens, pad_token_id=0, **keep)
 
 
 class QuietTrainer(Trainer):
@@ -148,7 +151,7 @@ def prepare(folder: Path) -> Path:
     torch.manual_seed(0)
     config = Qwen2Config(
         vocab_size=VOCABULARY, hidden_size=192, intermediate_size=512, num_hidden_layers=4, num_attention_heads=6,
-        num_key_value_heads=2, max_position_embeddings=1024, pad_token_id=0, eos_token_id=1, bos_token_id=None,
+        num_key_value_heads=2, max_position_embeddings=8192, pad_token_id=0, eos_token_id=1, bos_token_id=None,
     )  # fmt: skip
     Qwen2ForCausalLM(config).save_pretrained(folder)
     return folder
@@ -177,7 +180,11 @@ def sampling_tokens(run: MeasuredPipeline) -> float:
     from rlmesh.rl.rollout.requests import sample_seed
 
     longest = [
-        max(length_of(sample_seed(run.seed, place, n)) for place in range(at, at + PROMPTS) for n in range(SAMPLES))
+        max(
+            length_of(sample_seed(run.seed, place, n), run.rollout.max_tokens)
+            for place in range(at, at + PROMPTS)
+            for n in range(SAMPLES)
+        )
         for at in range(0, run.steps * PROMPTS, PROMPTS)
     ]
     return float(np.mean(longest[LEFT_OUT:]))
@@ -189,8 +196,10 @@ def main() -> None:
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--staleness", type=int, default=3)
+    parser.add_argument("--longest", type=int, default=12, help="the longest response, in medians")
     args = parser.parse_args()
     logging.disable(logging.WARNING)
+    most = args.longest * MEDIAN
     with tempfile.TemporaryDirectory(prefix="rlp-") as base:
         model = Path(base) / "model"
         model.mkdir()
@@ -199,7 +208,7 @@ def main() -> None:
             model=str(prepare(model)), data=[{"prompt": " ".join(f"w{w}" for w in row)} for row in words],
             rewards=[Reward(even, inline=True)], algorithm=GRPO(samples=SAMPLES), steps=args.steps, batch_size=PROMPTS,
             save_every=10**6, actor=ActorSettings(lr=1e-5, token_budget=4096),
-            rollout=RolloutSettings(engines=ENGINES, max_tokens=MOST, in_flight=2 * SLOTS // SAMPLES),
+            rollout=RolloutSettings(engines=ENGINES, max_tokens=most, in_flight=2 * SLOTS // SAMPLES),
         )  # fmt: skip
 
         def measure(threads: int, **changes: Any) -> tuple[float, dict[str, float]]:
