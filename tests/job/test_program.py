@@ -183,7 +183,7 @@ if __name__ == "__main__":
 
 @pytest.mark.case("n04")
 @pytest.mark.case("b06")
-@pytest.mark.parametrize("way", ["python", "launch", "exec"])
+@pytest.mark.parametrize("way", ["launch", *(pytest.param(way, marks=pytest.mark.slow) for way in ("python", "exec"))])
 def test_workers_import_as_the_submitter_did(tmp_path: Path, way: str) -> None:
     """Also where the script has gone to another folder, and changed its own arguments, before it submits."""
     env = {"MALLOC_ARENA_MAX": "2"} if way == "exec" else {}

@@ -487,7 +487,14 @@ def ends_at_a(response: str) -> float:
     return float("a" not in response.removesuffix("<end>")[:-1])
 
 
-@pytest.mark.parametrize("cut", [{"top_k": 3}, {"top_p": 0.7}, {"min_p": 0.8}])
+@pytest.mark.parametrize(
+    "cut",
+    [
+        {"top_k": 3}, pytest.param({"top_p": 0.7}, marks=pytest.mark.slow),
+        pytest.param({"min_p": 0.8}, marks=pytest.mark.slow),
+    ],
+    ids=["top_k", "top_p", "min_p"],
+)  # fmt: skip
 def test_sampling_options_reach_the_engine_and_the_ratios(tiny: Path, tmp_path: Path, cut: dict[str, Any]) -> None:
     """A trainer that took truncated log-probabilities for those of the whole vocabulary would see a large gap."""
     rollout = RolloutSettings(max_tokens=6, stop="a", stop_token_ids=[3], **cut)
@@ -498,7 +505,7 @@ def test_sampling_options_reach_the_engine_and_the_ratios(tiny: Path, tmp_path: 
         assert one["reward_mean"] == 1.0 and one["log_prob_gap"] < 1e-5
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float16", marks=pytest.mark.slow)])
 def test_engines_in_half_precision_sample_with_the_weights_of_the_actor(tiny: Path, tmp_path: Path, dtype: Any) -> None:
     """The gap between the log-probabilities of both is that of rounding: neither 0 nor that of other weights."""
     rollout = RolloutSettings(max_tokens=6, dtype=dtype)

@@ -81,7 +81,7 @@ class Draws(Trainer):
         return super().draw(prompts, replace(params, seed=(params.seed + number) % 2**31))
 
 
-@pytest.mark.parametrize("pipeline", ["sync", "one-step-off"])
+@pytest.mark.parametrize("pipeline", ["sync", pytest.param("one-step-off", marks=pytest.mark.slow)])
 def test_a_trainer_that_samples_by_itself_goes_on_with_the_same_samples(
     model: Path, tmp_path: Path, pipeline: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -95,7 +95,12 @@ def test_a_trainer_that_samples_by_itself_goes_on_with_the_same_samples(
     assert content(tmp_path / "run") == content(tmp_path / "whole")
 
 
-@pytest.mark.parametrize(("algorithm", "stop"), [("grpo", 3), ("ppo", 1), ("ppo", 4)])
+@pytest.mark.parametrize(
+    ("algorithm", "stop"),
+    [
+        ("grpo", 3), pytest.param("ppo", 1, marks=pytest.mark.slow), pytest.param("ppo", 4, marks=pytest.mark.slow),
+    ],
+)  # fmt: skip
 def test_a_run_that_goes_on_gives_the_same_bits(
     model: Path, tmp_path: Path, whole: Callable[[str], Path], algorithm: str, stop: int
 ) -> None:
@@ -120,8 +125,10 @@ def test_the_states_of_the_run_do_change(whole: Callable[[str], Path]) -> None:
 @pytest.mark.parametrize(
     ("part", "name"),
     [
-        ("actor", "actor/current.json"), ("critic", "critic/step-*/__0_0.distcp"), ("actor", "actor/step-*/.metadata"),
-        ("trainer", "trainer/state.json"), ("", "checkpoint.json"),
+        ("actor", "actor/current.json"), ("", "checkpoint.json"),
+        pytest.param("critic", "critic/step-*/__0_0.distcp", marks=pytest.mark.slow),
+        pytest.param("actor", "actor/step-*/.metadata", marks=pytest.mark.slow),
+        pytest.param("trainer", "trainer/state.json", marks=pytest.mark.slow),
     ],
 )  # fmt: skip
 def test_a_part_that_was_altered_or_is_torn_is_refused_by_name(model: Path, saved: Path, part: str, name: str) -> None:

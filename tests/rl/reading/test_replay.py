@@ -48,7 +48,7 @@ def grpo(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return run_dir
 
 
-@pytest.mark.parametrize("step", [1, 2, 4, 5, 6])
+@pytest.mark.parametrize("step", [1, *(pytest.param(step, marks=pytest.mark.slow) for step in (2, 4, 5)), 6])
 def test_a_step_has_the_bits_of_the_recorded_one(grpo: Path, step: int) -> None:
     found = replayed(grpo, step)
     assert found.differing == [] and {"policy_loss", "grad_norm", "entropy", "log_prob_gap"} <= {*found.common}
