@@ -18,7 +18,10 @@ from numpy.typing import ArrayLike, NDArray
 
 from rlmesh.rl.engines.rollout import Sample
 
-__all__ = ["Abstain", "Episode", "Failed", "Group", "Outcome", "Score", "Source", "Turn"]
+__all__ = ["EQUAL", "Abstain", "Episode", "Failed", "Group", "Outcome", "Score", "Source", "Turn"]
+
+EQUAL = 1e-9
+"""Rewards that differ by less are equal: a weighted sum of rewards is rounded, so that 0.7 + 0.2 + 0.1 is below 1."""
 
 Source = Literal["policy", "environment"]
 """The source of a turn's tokens."""

@@ -19,6 +19,7 @@ from rlmesh.rl.algorithms.choices import (
     number_faults,
 )
 from rlmesh.rl.algorithms.protocol import Algorithm, Evaluated, Need, Normalisers, PolicyLoss, TokenWeights
+from rlmesh.rl.types import EQUAL
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -203,7 +204,7 @@ class GRPO(Algorithm):
             "dr_grpo": lambda: by_group.dr_grpo(rewards, groups, valid=valid),
             "rloo": lambda: by_group.rloo(rewards, groups, valid=valid),
             "opo": lambda: by_group.opo(rewards, groups, batch.lengths, valid=valid),
-            "pass_at_k": lambda: by_group.pass_at_k(rewards > 0, groups, k=self.k, valid=valid),
+            "pass_at_k": lambda: by_group.pass_at_k(rewards > EQUAL, groups, k=self.k, valid=valid),
             "remax": lambda: by_group.remax(rewards, batch.required("greedy_rewards"), valid=valid),
             "reinforce++": lambda: by_group.reinforce_plus_plus_baseline(rewards, groups, batch.mask, valid=valid),
         }

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from rlmesh.rl.algorithms.choices import number_faults
 from rlmesh.rl.algorithms.protocol import Algorithm, Evaluated, Need, Normalisers, Responses, TokenWeights
+from rlmesh.rl.types import EQUAL
 
 __all__ = ["SFT", "BehaviourCloning", "OnPolicyDistillation"]
 
@@ -49,7 +50,7 @@ class BehaviourCloning(Algorithm):
         return False
 
     def weigh(self, batch: Evaluated) -> TokenWeights:
-        good = batch.valid & (batch.rewards >= self.at_least)
+        good = batch.valid & (batch.rewards >= self.at_least - EQUAL)
         return TokenWeights.of(batch.mask, likelihood=good, metrics={"imitated": float(good.double().mean())})
 
 

@@ -87,8 +87,14 @@ class PromptLoader:
         """The prompt at a position of the endless sequence of epochs."""
         epoch, place = divmod(position, len(self.data))
         index = int(order(self.seed, epoch, len(self.data))[place]) if self.shuffle else place
+        return Drawn((epoch, index), self.prompt((epoch, index)))
+
+    def prompt(self, key: tuple[int, ...]) -> Prompt:
+        """The prompt of a `Drawn.key`, as the data have it."""
+        epoch, index = key
         in_epoch = getattr(self.data, "in_epoch", None)
-        return Drawn((epoch, index), in_epoch(epoch, index) if in_epoch else self.data[index])
+        found: Prompt = in_epoch(epoch, index) if in_epoch else self.data[index]
+        return found
 
     def position(self, steps: int) -> dict[str, int]:
         """The place of a run in its data after a number of steps: seed, epoch, index of the next prompt in the epoch's
@@ -105,8 +111,9 @@ class Mixture:
     """Several data sets as one, mixed by weight.
 
     The data set with the fewest prompts for its weight sets the size of an epoch: each epoch uses all of it, and a part
-    of each other set, in proportion to the weights. The next epoch goes on with the next part; a set is shuffled anew
-    once all of its prompts were used. Which prompts an epoch has depends on ``seed`` and the epoch only.
+    of each other set, in proportion to the weights, rounded to whole prompts. The next epoch goes on with the next
+    part; a set is shuffled anew once all of its prompts were used. Which prompts an epoch has depends on ``seed`` and
+    the epoch only.
 
     Args:
         data: the data sets.
@@ -117,7 +124,8 @@ class Mixture:
         counts: rows read, left out and left, of all data sets together.
 
     Raises:
-        UsageError: there is no data set, or there is not one positive weight for each.
+        UsageError: there is no data set, there is not one positive weight for each, or a weight gives its set less than
+            one prompt in an epoch.
     """
 
     def __init__(self, data: Sequence[Prompts], weights: Sequence[float] | None = None, *, seed: int = 0) -> None:
@@ -127,8 +135,17 @@ class Mixture:
         if len(shares) != len(data) or not all(0 < share < float("inf") for share in shares):
             raise UsageError(f"{len(data)} data sets need as many weights > 0, got {weights}")
         scarcest = min(len(one) / share for one, share in zip(data, shares, strict=True))
+        parts = [scarcest * share for share in shares]
+        for place, part in enumerate(parts):
+            if part < 1 - 1e-9:
+                raise UsageError(
+                    f"the weights {shares} of {len(data)} data sets of {[len(one) for one in data]} prompts give data "
+                    f"set {place} {part:.2g} prompts in an epoch of {sum(parts):.0f}, and it would have one, so its "
+                    f"share would be {1 / part:.3g} times as large as its weight says: give it a larger weight, or "
+                    "leave it out"
+                )
         self._data, self._seed = list(data), seed
-        self._parts = [max(1, int(scarcest * share + 1e-9)) for share in shares]
+        self._parts = [int(part + 0.5) for part in parts]
         self._ends = list(accumulate(self._parts))
         each = [counts for one in data if isinstance(counts := getattr(one, "counts", None), Counts)]
         self.counts = Counts(*(sum(getattr(one, field.name) for one in each) for field in fields(Counts)))

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from rlmesh.rl.evaluation.estimates import ks_up_to, majority_at_k, unbiased_pass_at_k
-from rlmesh.rl.types import Episode, Group, Outcome, Score
+from rlmesh.rl.types import EQUAL, Episode, Group, Outcome, Score
 
 __all__ = ["NO_SOURCE", "validation_metrics"]
 
@@ -57,7 +57,7 @@ def _of_source(prompts: Sequence[Sequence[Outcome]], right: float) -> dict[str, 
         enough = [scores for scores in scored if len(scores) >= k]
         if not enough:
             continue
-        passed = [unbiased_pass_at_k([one.value >= right for one in scores], k) for scores in enough]
+        passed = [unbiased_pass_at_k([one.value >= right - EQUAL for one in scores], k) for scores in enough]
         found[f"pass@{k}"] = float(np.mean(passed))
         if voting and k > 1:
             votes = [

@@ -333,15 +333,7 @@ def _sampling(c: Conversion) -> None:
     c.leave(f"{ROLLOUT}.full_determinism", "with engines of transformers, two runs have the same bits", unless=False)
     if c.get(f"{ROLLOUT}.multi_turn.enable", False):
         c.advise(f"{ROLLOUT}.multi_turn.enable=True", "episodes of several turns: Run(tools=…) or Run(environment=…)")
-    kwargs = f"{ROLLOUT}.val_kwargs"
-    c.move(f"{kwargs}.n", "evaluation.samples", 1)
-    warm, sources = c.number(float, f"{kwargs}.temperature", 0.0), [f"{kwargs}.temperature"]
-    if name == "hf" or mode != "async":  # verl's asynchronous engines read the temperature only
-        sources.append(f"{kwargs}.do_sample")
-        warm = warm if c.get(f"{kwargs}.do_sample", False) else 0.0
-    c.set("evaluation.temperature", warm, *sources)
-    c.leave(f"{kwargs}.top_p", "validation samples from the whole vocabulary", unless=1.0)
-    c.leave(f"{kwargs}.top_k", "validation samples from the whole vocabulary", unless=-1)
+    _validation(c, only_temperature=name != "hf" and mode == "async")
     if c.get("algorithm.filter_groups.enable", False):
         c.set("rollout.dynamic_sampling", True, "algorithm.filter_groups.enable")
         batches = c.number(int, "algorithm.filter_groups.max_num_gen_batches", 0)
@@ -354,6 +346,24 @@ def _sampling(c: Conversion) -> None:
             "groups are compared by their rewards",
             unless=("score", "seq_reward", "seq_final_reward"),
         )
+
+
+def _validation(c: Conversion, *, only_temperature: bool) -> None:
+    """Read the sampling of validations; ``only_temperature``: the engine does not read ``do_sample``."""
+    kwargs = f"{ROLLOUT}.val_kwargs"
+    c.move(f"{kwargs}.n", "evaluation.samples", 1)
+    warm, sources = c.number(float, f"{kwargs}.temperature", 0.0), [f"{kwargs}.temperature"]
+    if not only_temperature:
+        sources.append(f"{kwargs}.do_sample")
+        warm = warm if c.get(f"{kwargs}.do_sample", False) else 0.0
+    c.set("evaluation.temperature", warm, *sources)
+    for key, kind, whole in (("top_p", float, 1.0), ("top_k", int, 0)):
+        # verl has -1 for all tokens of top_k, and validates without the truncation of training unless told otherwise.
+        wanted, used = (max(c.number(kind, f"{place}.{key}", whole), 0) for place in (kwargs, ROLLOUT))
+        if warm and wanted != used:
+            c.advise(f"{kwargs}.{key}={wanted:g}", f"validation samples as training does, with rollout.{key}={used:g}")
+        elif c.has(f"{kwargs}.{key}"):
+            c.idle.append(f"{kwargs}.{key}")
 
 
 def _machines(c: Conversion) -> None:

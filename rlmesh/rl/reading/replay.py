@@ -6,7 +6,7 @@ equal bit for bit; elsewhere they are equal up to rounding.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,6 +15,7 @@ import torch
 
 from rlmesh import acting_as
 from rlmesh.errors import UsageError
+from rlmesh.rl.checkpoints.changes import changes, described
 from rlmesh.rl.checkpoints.state import restore_states, seed_generators
 from rlmesh.rl.checkpoints.store import checkpoint_folder, read_checkpoint
 from rlmesh.rl.drift import DriftAlarm
@@ -122,11 +123,15 @@ def replay(run_dir: Path, run: Run, step: int) -> Replayed:
         weights = _weights_of(roles["ACTOR"])
     after = checkpoint_folder(run_dir, step)
     equal: bool | None = None
+    limits = _limits(run)
     if (after / "checkpoint.json").exists():
+        limits += _changed_since(run, after)
         with lone_roles(run, after, actor_only=True) as (saved, _):
             kept = _weights_of(saved["ACTOR"])
         equal = kept.keys() == weights.keys() and all(torch.equal(kept[name], weights[name]) for name in kept)
-    return Replayed(step, began, trainer.last, reports[step], equal, tuple(_limits(run)), weights)
+    elif folder is not None:
+        limits += _changed_since(run, folder)
+    return Replayed(step, began, trainer.last, reports[step], equal, tuple(limits), weights)
 
 
 def _require_replayable(run: Run, reports: Mapping[int, Any], step: int, run_dir: Path) -> None:
@@ -171,6 +176,13 @@ def _limits(run: Run) -> list[str]:
         if section.precision != "float32":
             found.append(f"{name}.precision={section.precision}")
     return found
+
+
+def _changed_since(run: Run, folder: Path) -> Iterator[str]:
+    """The settings that changed after a checkpoint: a run directory has those of its last start only."""
+    saved = read_checkpoint(folder)
+    if changed := changes(saved.settings, described(run), saved.step):
+        yield f"the step is computed with the settings of the last start; {changed}"
 
 
 class _RecordedRewards:

@@ -39,7 +39,10 @@ class StepReported:
 
 
 def read_steps(run_dir: Path) -> list[StepReported]:
-    """The reports of all training steps, in order; of a step that was repeated, the last report.
+    """The reports of all training steps that count, in order.
+
+    When a run goes back to a checkpoint, it makes a step again. From its new report on, neither the earlier report of
+    the step counts, nor those of the steps after it, whose weights are gone.
 
     Raises:
         UsageError: the directory has no reports of a run, or another user may have written them.
@@ -51,7 +54,7 @@ def read_steps(run_dir: Path) -> list[StepReported]:
         raise UsageError(f"{run_dir} has no {METRICS}, so it is no directory of a run") from None
     except OSError as error:
         raise UsageError(f"{path} is not read: {error}") from error
-    found: dict[int, StepReported] = {}
+    found: list[StepReported] = []
     for line in text.decode().splitlines():
         if _MARK not in line:
             continue
@@ -61,7 +64,10 @@ def read_steps(run_dir: Path) -> list[StepReported]:
         except (ValueError, KeyError, TypeError, AttributeError):
             continue  # an incomplete last line of a file that is being written
         if _MARK in metrics:
-            found[int(entry["step"])] = StepReported(int(entry["step"]), float(entry["at"]), metrics)
+            made = StepReported(int(entry["step"]), float(entry["at"]), metrics)
+            while found and found[-1].step >= made.step:
+                found.pop()
+            found.append(made)
     if not found:
         raise UsageError(f"{run_dir} has no report of a training step yet")
-    return [found[step] for step in sorted(found)]
+    return found

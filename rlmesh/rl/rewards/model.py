@@ -41,7 +41,8 @@ class Conversation:
 
     Attributes:
         ids: all tokens of the episode, ``[tokens]``, int32.
-        prompt: the prompt of the row: a text or chat messages.
+        prompt: a text or chat messages: the prompt of the row, with what an environment or an agent said before the
+            response.
         response: the text of the response.
         ended: the response ended by itself; no limit cut it off.
         turns: the number of turns that the policy sampled.
@@ -240,6 +241,11 @@ def _lacking(folder: Path, config: Any) -> list[str]:
 def conversation(response: Response, row: Mapping[str, Any], prompt_key: str = "prompt") -> Conversation:
     """The `Conversation` of a response and its row, whose column ``prompt_key`` has the prompt."""
     prompt: Any = row.get(prompt_key, response.prompt)
+    extras = response.episode.extras
+    if before := _before_response(extras.get("messages", ())):
+        # Without a chat template, an environment's words are appended to the text; an agent writes its own messages.
+        as_text = isinstance(prompt, str) and "result" not in extras
+        prompt = "".join(str(one["content"]) for one in before) if as_text else before
     if not isinstance(prompt, str):
         prompt = [dict(message) for message in prompt]
     return Conversation(
@@ -249,3 +255,9 @@ def conversation(response: Response, row: Mapping[str, Any], prompt_key: str = "
         response.finish_reason == "stop",
         sum(turn.source == "policy" for turn in response.episode.turns),
     )
+
+
+def _before_response(messages: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
+    """The messages of an episode before the policy's last turn; empty if there is none."""
+    places = [place for place, one in enumerate(messages) if one["role"] == "assistant"]
+    return messages[: places[-1]] if places else ()

@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from rlmesh.rl.rollout.requests import Verdict
-from rlmesh.rl.types import Episode, Failed, Group, Outcome, Score
+from rlmesh.rl.types import EQUAL, Episode, Failed, Group, Outcome, Score
 
 __all__ = ["judge"]
-
-EQUAL = 1e-9
 
 
 def judge(group: Group, total: Callable[[Episode], Outcome], *, dynamic: bool, died: str) -> Verdict:

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from math import isnan
 from typing import Any
 
+import numpy as np
+
 from rlmesh.rl.types import Abstain, Episode, Failed, Group, Outcome, Score
 
 __all__ = ["TOKENS", "SampledStep", "columns_of"]
@@ -50,9 +52,19 @@ def columns_of(batch: SampledStep, decode: Decode) -> dict[str, list[Any]]:
     rows = []
     outcomes, advantages = iter(batch.totals), iter(batch.advantages)
     for group in batch.groups:
-        place = _place(batch, group, decode(group.episodes[0].prompt_ids.tolist()))
+        place, ids = _place(batch, group), group.episodes[0].prompt_ids
+        prompt = decode(ids.tolist())
         for number, episode in enumerate(group.episodes):
-            row = {**place, "sample": number, **_sampled(episode, decode), **_scored(episode, next(outcomes))}
+            if not np.array_equal(episode.prompt_ids, ids):  # an environment or an agent began it in another way
+                ids = episode.prompt_ids
+                prompt = decode(ids.tolist())
+            row = {
+                **place,
+                "sample": number,
+                "prompt": prompt,
+                **_sampled(episode, decode),
+                **_scored(episode, next(outcomes)),
+            }
             advantage = next(advantages)
             row["advantage"] = None if isnan(advantage) else advantage
             rows.append(row)
@@ -63,8 +75,8 @@ def columns_of(batch: SampledStep, decode: Decode) -> dict[str, list[Any]]:
     return {name: [row.get(name) for row in rows] for name in names}
 
 
-def _place(batch: SampledStep, group: Group, prompt: str) -> dict[str, Any]:
-    """The columns that all samples of a group share; ``sample`` stands for the number of each."""
+def _place(batch: SampledStep, group: Group) -> dict[str, Any]:
+    """The columns that all samples of a group share; ``sample`` and ``prompt`` stand for those of each."""
     source = group.row.get("data_source")
     return {
         "step": batch.step,
@@ -73,7 +85,7 @@ def _place(batch: SampledStep, group: Group, prompt: str) -> dict[str, Any]:
         "index": group.key[-1],
         "sample": 0,
         "data_source": None if source is None else str(source),
-        "prompt": prompt,
+        "prompt": "",
         "ground_truth": _truth(group.row),
     }
 

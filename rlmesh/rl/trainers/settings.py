@@ -185,10 +185,11 @@ class RolloutSettings:
         engines: members of the role; each holds a whole model.
         max_tokens: the most tokens of a response.
         temperature: temperature of sampling, > 0; training computes log-probabilities at the same temperature.
-        top_p: in training, only the likeliest tokens that together have this probability are sampled, in (0, 1].
-        top_k: in training, only the k likeliest tokens are sampled; 0: all.
-        min_p: in training, only tokens with at least this share of the likeliest token's probability are sampled, in
-            [0, 1). Samples carry the probability of all tokens that are kept, so that ratios are of whole vocabularies.
+        top_p: only the likeliest tokens that together have this probability are sampled, in (0, 1]; in validation too,
+            unless it is greedy. So are top_k and min_p.
+        top_k: only the k likeliest tokens are sampled; 0: all.
+        min_p: only tokens with at least this share of the likeliest token's probability are sampled, in [0, 1). Samples
+            carry the probability of all tokens that are kept, so that ratios are of whole vocabularies.
         stop: texts that end a response, also in validation; the response ends with the token that completes one.
         stop_token_ids: tokens that end a response, also in validation, besides the model's own end token.
         dtype: dtype of the engine's weights; the actor has float32, and a push casts its weights to this dtype.

@@ -68,8 +68,8 @@ class Trainer:
         self.tell(f"data: {data.counts}")
         if self.settings.schedule.staleness and getattr(self.algorithm, "correction", True) is None:
             self.tell(f"pipeline={self.settings.pipeline!r}: {UNCORRECTED}")
-        loader = PromptLoader(data, self.settings.batch_size, seed=self.settings.seed)
-        self.buffer = self.make_buffer(loader)
+        self.loader = PromptLoader(data, self.settings.batch_size, seed=self.settings.seed)
+        self.buffer = self.make_buffer(self.loader)
         self.samples = SampleWriter(self.run_dir, self.settings.sample_files, self.text_of)
         self.validation = Validation(self)
         self.alarm, self.phases = DriftAlarm(self.settings.actor.precision), StepPhases()
@@ -77,7 +77,7 @@ class Trainer:
         self.version, self.last, self.stopped = 0, dict[str, float](), False
         self.checkpoints = TrainerCheckpoints(
             self.settings, self.run_dir, roles=lambda: [(name, role) for name, role, _ in self.trained()],
-            objects=self.stateful, position=loader.position, tell=self.tell,
+            objects=self.stateful, position=self.loader.position, tell=self.tell,
         )  # fmt: skip
         keep_objects(seldom=True)
 
@@ -254,8 +254,9 @@ class Trainer:
 
     def greedy_outcomes(self, groups: Sequence[Group]) -> list[Outcome]:
         """The reward of a greedy response to each group's prompt."""
-        prompts, rows = [group.episodes[0].prompt_ids.tolist() for group in groups], [group.row for group in groups]
-        episodes = self.play(prompts, rows, greedy=True)
+        # The prompt of an episode also has what its environment said first, which it says again to a new episode.
+        prompts, rows = [self.loader.prompt(group.key) for group in groups], [group.row for group in groups]
+        episodes = self.play([prompt.ids.tolist() for prompt in prompts], rows, greedy=True)
         made = [Group(group.key, (one[0],), group.row) for group, one in zip(groups, episodes, strict=True)]
         return [self.rewards.total(episode) for episode in Group.episodes_of(self.score(self.rewards, made))]
 

@@ -154,6 +154,19 @@ def test_supervised_algorithms_weigh_the_likelihood() -> None:
     np.testing.assert_allclose(taught.advantages, torch.where(MASK, gap, 0.0))
 
 
+def test_rewards_that_differ_by_rounding_are_equal() -> None:
+    whole, nothing = 0.7 + 0.2 + 0.1, 0.1 + 0.2 - 0.3
+    assert whole < 1 and nothing > 0
+    given = batch(
+        rewards=torch.tensor([whole, 0.9, 1.0, nothing], dtype=torch.float64), valid=torch.ones(4, dtype=torch.bool)
+    )
+    assert BehaviourCloning(at_least=1.0).weigh(given).likelihood.any(1).tolist() == [True, False, True, False]
+    exact = replace(given, rewards=torch.tensor([1.0, 0.9, 1.0, 0.0], dtype=torch.float64))
+    algorithm = GRPO(samples=2, advantage="pass_at_k")
+    np.testing.assert_array_equal(algorithm.weigh(given).advantages, algorithm.weigh(exact).advantages)
+    assert algorithm.weigh(given).advantages[2:].any()
+
+
 @dataclass(frozen=True)
 class BestOnly(Algorithm):
     """An algorithm of one's own: imitate the best response of each group."""

@@ -143,6 +143,29 @@ def test_epochs_and_seeds_have_orders_of_their_own() -> None:
         PromptLoader(RLHFDataset([{"prompt": "x"}] * 3, Letters()), 0)
 
 
+@pytest.mark.parametrize(
+    ("sizes", "weights", "parts"),
+    [((10, 10), (3, 1), [10, 3]), ((3, 9), (0.9, 1.79), [3, 6]), ((7, 9), (1, 0.25), [7, 2]), ((2, 5), (2, 1), [2, 1])],
+)
+def test_the_parts_of_a_mixture_are_the_nearest_to_its_weights(
+    sizes: tuple[int, int], weights: tuple[float, float], parts: list[int]
+) -> None:
+    sets = [
+        RLHFDataset([{"prompt": name * (i + 1)} for i in range(size)], Letters())
+        for name, size in zip("ab", sizes, strict=True)
+    ]
+    mixture = Mixture(sets, weights)
+    texts = [text_of(mixture[i].ids)[0] for i in range(len(mixture))]
+    assert [texts.count("a"), texts.count("b")] == parts
+
+
+def test_a_weight_of_less_than_a_prompt_is_refused_and_not_made_larger() -> None:
+    sets = [RLHFDataset([{"prompt": f"{name}{i}"} for i in range(100)], Letters()) for name in "ab"]
+    with pytest.raises(UsageError, match=r"data set 1 0\.1 prompts in an epoch.*10 times as large as its weight says"):
+        Mixture(sets, [1000, 1])
+    assert len(Mixture(sets, [100, 1])) == 101
+
+
 def test_mixtures_have_their_proportions_and_repeat_nothing() -> None:
     few = RLHFDataset([{"prompt": f"a{i}"} for i in range(10)], Letters())
     many = RLHFDataset([{"prompt": f"b{i}"} for i in range(100)], Letters())

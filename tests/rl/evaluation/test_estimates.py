@@ -108,6 +108,15 @@ def test_a_response_without_a_score_is_in_no_number() -> None:
     assert none == {"val/s/unscored": 1.0}
 
 
+def test_a_sum_of_rewards_that_is_rounded_counts_as_right() -> None:
+    """0.7 + 0.2 + 0.1 is below 1 in floating point."""
+    weights = {"a": 0.7, "b": 0.2, "c": 0.1}
+    every = combine(dict.fromkeys(weights, Score(1.0)), weights)
+    assert isinstance(every, Score) and every.value < 1
+    found = validation_metrics([group("s", every, Score(0.9))], total)
+    assert (found["val/s/pass@1"], found["val/s/pass@2"]) == (0.5, 1.0)
+
+
 def test_rewards_tell_the_answer_that_votes_count() -> None:
     assert gsm8k.compute_score("so #### 1,000", "1000").answer == gsm8k.compute_score("#### 1000.0", 2).answer == "1000"
     assert gsm8k.compute_score("none", "1").answer is None

@@ -84,6 +84,14 @@ def test_a_sample_has_its_texts_tokens_rewards_and_versions(tmp_path: Path) -> N
     assert second["advantage"] is None
 
 
+def test_each_sample_has_the_prompt_of_its_own_episode(tmp_path: Path) -> None:
+    """An environment or an agent may begin the episodes of a group differently."""
+    episodes = [group(0, episode("a", Score(1.0)), prompt=prompt).episodes[0] for prompt in ("ab", "abc", "abc", "d")]
+    written(tmp_path, {1: [group(0, episode("b", Score(0.0)))], 2: [Group((0, 1), tuple(episodes), {})]})
+    samples = find(sample_files(tmp_path))
+    assert [one["prompt"] for one in samples] == ["ab", "ab", "abc", "abc", "d"]
+
+
 def test_files_are_private_and_a_repeated_step_replaces_its_file(tmp_path: Path) -> None:
     before = os.umask(0)
     try:

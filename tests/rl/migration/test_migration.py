@@ -459,6 +459,25 @@ def test_a_validation_of_verl_samples_at_its_temperature(engine: str, mode: str,
     assert c.settings["evaluation.temperature"] == found
 
 
+@pytest.mark.parametrize(
+    ("rollout", "left"),
+    [
+        ({"top_p": 0.9, "val_kwargs.temperature": 1.0}, "val_kwargs.top_p=1"),
+        ({"top_k": 50, "val_kwargs.temperature": 1.0}, "val_kwargs.top_k=0"),
+        ({"val_kwargs.top_p": 0.7, "val_kwargs.temperature": 1.0}, "val_kwargs.top_p=0.7"),
+        ({"top_p": 0.9, "val_kwargs.top_p": 0.9, "val_kwargs.temperature": 1.0}, ""),
+        ({"top_p": 0.9, "top_k": 50}, ""),
+        ({"top_k": 0, "val_kwargs.top_k": -1, "val_kwargs.temperature": 1.0}, ""),
+    ],
+)
+def test_a_validation_of_verl_that_leaves_out_other_tokens_than_training_is_told(
+    rollout: dict[str, Any], left: str
+) -> None:
+    c = converted({f"actor_rollout_ref.rollout.{key}": value for key, value in rollout.items()}, "verl")
+    told = [key.removeprefix("actor_rollout_ref.rollout.") for key, _ in c.left if "val_kwargs" in key]
+    assert told == ([left] if left else [])
+
+
 def test_numbers_and_bounds_of_verl(data: Path, tiny: Path) -> None:
     place = "algorithm.rollout_correction"
     run, _ = of_verl(data, tiny, {f"{place}.rollout_is": "token", f"{place}.rollout_is_threshold": "0.5_5.0"})

@@ -240,6 +240,19 @@ def test_of_a_step_that_was_made_again_the_last_report_counts(tmp_path: Path) ->
     assert [(one.step, one.metrics["loss"]) for one in read_steps(tmp_path)] == [(1, 0.0), (2, 3.0), (3, 4.0)]
 
 
+def test_steps_after_one_that_was_made_again_do_not_count(tmp_path: Path) -> None:
+    """The run reached step 6, went back to the checkpoint of step 2, and has made step 3 again so far."""
+    lines = [
+        {"at": at, "step": step, "metrics": {"step_time_s": 1.0, "time/train_s": 1.0, "steps_lost": float(lost)}}
+        for at, (step, lost) in enumerate([*((step, 0) for step in range(1, 7)), (3, 4)])
+    ]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    steps = read_steps(tmp_path)
+    assert [one.step for one in steps] == [1, 2, 3]
+    found = diagnose(steps)
+    assert (found.first, found.last) == (2, 3) and "restarts have undone 4 steps" in found.notes
+
+
 def test_phases_follow_each_other() -> None:
     now = [0.0]
     phases = StepPhases(lambda: now[0])

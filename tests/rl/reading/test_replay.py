@@ -109,6 +109,15 @@ def test_a_step_that_was_recorded_differently_differs(grpo: Path, tmp_path: Path
     assert main(["replay", str(tmp_path / "run"), "--step", "6"]) == 1
 
 
+def test_settings_that_changed_since_the_step_are_said(tiny: Path, tmp_path: Path) -> None:
+    run = with_changes(tiny, steps=2, save_every=2, actor=ActorSettings(lr=1e-3))
+    run.here(run_dir=tmp_path / "run")
+    replace(run, steps=4, actor=ActorSettings(lr=1e-2)).here(run_dir=tmp_path / "run")
+    assert replayed(tmp_path / "run", 4).equal
+    earlier = replayed(tmp_path / "run", 2)
+    assert not earlier.equal and "actor.lr=0.01, before 0.001" in str(earlier) and "machine" not in str(earlier)
+
+
 def test_what_is_missing_is_said(grpo: Path, tiny: Path, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"step 9 is not reported.*steps 1 to 6"):
         replayed(grpo, 9)

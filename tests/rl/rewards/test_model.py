@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -184,6 +185,28 @@ def test_a_model_reads_the_prompts_of_the_column_that_the_run_names() -> None:
     row = {"question": [{"role": "user", "content": "a"}], "prompt": "another column"}
     Rewards([Answers("m")], Letters(), prompt_key="question").score([Group((0, 0), (episode("b"),), row)])
     assert ASKED[-1] == row["question"]
+
+
+USER, SAID = {"role": "user", "content": "a"}, {"role": "user", "content": "b"}
+POLICY, OTHER = {"role": "assistant", "content": "c"}, {"role": "assistant", "content": "d"}
+
+
+@pytest.mark.parametrize(
+    ("prompt", "extras", "read"),
+    [
+        # An environment said something before the only turn of the policy, in a chat or in a text, and after it.
+        ([USER], {"messages": [USER, SAID, POLICY]}, [USER, SAID]),
+        ([USER], {"messages": [USER, SAID, POLICY, SAID]}, [USER, SAID]),
+        ("a", {"messages": [USER, SAID, POLICY]}, "ab"),
+        ("a", {"messages": [USER, POLICY]}, "a"),
+        # An agent wrote messages of its own; this branch goes on after a turn that is trained in another branch.
+        ("a", {"messages": [SAID, OTHER, USER, POLICY], "result": 1.0}, [SAID, OTHER, USER]),
+        ([USER], {"result": 1.0}, [USER]),
+    ],
+)
+def test_a_model_reads_what_was_said_before_the_response(prompt: Any, extras: dict[str, Any], read: Any) -> None:
+    response = Response([4], "c", "a", replace(episode("c"), extras=extras))
+    assert conversation(response, {"prompt": prompt}).prompt == read
 
 
 def test_a_role_that_does_not_answer_fails_its_responses_only() -> None:

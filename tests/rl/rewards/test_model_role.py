@@ -77,7 +77,7 @@ def test_a_configuration_names_reward_models_and_mixtures(policy: Path, scorer: 
     run = Run.from_config(config)
     assert run.rewards[0] == RewardModel(str(scorer), weight=0.5, members=2)
     assert [one.name for one in run.scored] == ["reward_model", "code"]
-    assert len(run.dataset(run.tokenizer())) == 10 + len(ROWS)
+    assert len(run.dataset(run.tokenizer())) == round(len(ROWS) / 3) + len(ROWS)
     with pytest.raises(UsageError, match=r"rewards\[0\]\.wieght.*did you mean rewards\[0\]\.weight"):
         Run.from_config(config | {"rewards": [{"model": str(scorer), "wieght": 1}]})
 

@@ -208,6 +208,66 @@ async def test_a_text_that_goes_on_keeps_its_ids() -> None:
         ]  # fmt: skip
 
 
+async def test_other_tools_are_another_history() -> None:
+    """They are part of the prompt: without it, the policy would not see the tools that the client offers."""
+    other: dict[str, Any] = {"type": "function", "function": {**TOOL["function"], "name": "multiply"}}  # type: ignore[dict-item]
+    async with serving(echo) as served:
+        session, client = served.session()
+        for later in ({}, {"tools": [TOOL, other]}):
+            with pytest.raises(openai.ConflictError, match="offers other tools than these turns"):
+                for number, options in enumerate([{"tools": [TOOL]}, later]):
+                    more = [{"role": "assistant", "content": "[1]"}, USER] if number else []
+                    await client.chat.completions.create(model="any", messages=[USER, *more], **options)
+            session, client = served.session()
+        # A request that only forbids the tools of the prompt goes on.
+        await client.chat.completions.create(model="any", messages=[USER], tools=[TOOL])
+        known = [USER, {"role": "assistant", "content": "[1]"}, USER]
+        await client.chat.completions.create(model="any", messages=known, tools=[TOOL], tool_choice="none")
+        (episode,) = episodes_of(session)
+        assert episode.extras["turns"] == 2 and "add" in text_of(episode, "environment")[0]
+        session, client = served.session(history="branch")
+        await client.chat.completions.create(model="any", messages=[USER])
+        await client.chat.completions.create(model="any", messages=known, tools=[other])
+        first, branch = episodes_of(session)
+        assert "multiply" in text_of(branch, "environment")[0] and text_of(branch, "policy") == ["[2]<|im_end|>"]
+        assert text_of(first, "policy") == ["[1]<|im_end|>"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("said", "stop", "told", "more", "recorded"),
+    [
+        # An agent of thoughts and observations writes the stop text itself, and goes on after it.
+        ("act Obs: 3", ["Obs:"], "act ", "Obs: 4", ["act Obs:", " 4"]),
+        ("act Obs: 3", ["Obs:"], "act ", "Only 4", ["act Obs:", "Only 4"]),
+        # The token that completes the stop text has more characters.
+        ("act Obs: 3", ["Obs"], "act ", "Obs: 4", ["act Obs", ": 4"]),
+        # An agent that formats the chat itself writes the end of the turn.
+        ("act", [], "act", "<|im_end|>\nmore", ["act<|im_end|>", "\nmore"]),
+        ("act", [], "act", "<|im_start|>more", ["act<|im_end|>", "<|im_start|>more"]),
+    ],
+)
+async def test_the_end_of_a_turn_that_a_client_repeats_is_there_once(
+    said: str, stop: list[str], told: str, more: str, recorded: list[str], stream: bool
+) -> None:
+    async with serving(lambda text, _: said) as served:
+        session, client = served.session()
+        given: Any = {"model": "any", "stop": stop or None, "stream": stream}
+
+        async def asked(prompt: str) -> str:
+            made = await client.completions.create(prompt=prompt, **given)
+            if not stream:
+                return str(made.choices[0].text)
+            return "".join([piece.choices[0].text async for piece in made])
+
+        assert await asked("go ") == told
+        await asked(f"go {told}{more}")
+        (episode,) = episodes_of(session)
+    texts = [TOKENIZER.decode(turn.ids.tolist()) for turn in episode.turns]
+    assert texts == ["go ", *recorded, recorded[0]]
+    assert served.engine.text(served.engine.asked[1]) == "go " + "".join(recorded)
+
+
 async def test_a_changed_history_is_an_error_that_names_the_place() -> None:
     async with serving(echo) as served:
         session, client = served.session()

@@ -24,11 +24,13 @@ from rlmesh.rl.rewards.scoring import Rewards
 from rlmesh.rl.rollout.episodes import EpisodeSettings, TurnResult, episode_return
 from rlmesh.rl.rollout.episodes.spreading import EpisodeSpread, episode_report
 from rlmesh.rl.rollout.episodes.tasks import EpisodeTask
+from rlmesh.rl.rollout.episodes.turn_sampler import TurnSampler
 from rlmesh.rl.rollout.requests import GroupRequest
 from rlmesh.rl.trainers.run import Run
 from rlmesh.rl.trainers.settings import ActorSettings, RolloutSettings
 from rlmesh.rl.types import Episode, Failed, Group, Score, Turn
 from tests.rl.tiny import make_config
+from tests.rl.turns.episode_runs import make
 from tests.rl.turns.scripted import LAST_USER, make_tokenizer
 
 EXAMPLES = Path(__file__).resolve().parents[3] / "examples" / "agents"
@@ -180,6 +182,44 @@ def episode(prompt: list[int], *, failure: str = "", policy: int = 1, **extras: 
     ids = np.arange(3, 3 + policy, dtype=np.int32)
     turn = Turn(ids, "policy", np.zeros(policy, np.float32), version_spans=((0, 0, policy),))
     return Episode((Turn.said(prompt), turn) if policy else (Turn.said(prompt),), extras=extras, failure=failure)
+
+
+class Greets:
+    """Says something before the only turn."""
+
+    tokens = False
+
+    def reset(self, row: Mapping[str, Any]) -> Any:
+        return "bc>"
+
+    def step(self, action: Any) -> TurnResult:
+        return TurnResult(reward=float(len(action)), done=True)
+
+
+class GreetsInTokens(Greets):
+    tokens = True
+
+    def reset(self, row: Mapping[str, Any]) -> Any:
+        return [3, 4, 10]
+
+
+@pytest.mark.parametrize("environment", [Greets, GreetsInTokens])
+def test_a_greedy_response_has_the_prompt_of_the_others(
+    environment: type[Greets], tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The prompt of an episode has the first words of its environment, which says them again to the greedy response."""
+    asked: dict[bool, set[tuple[int, ...]]] = {True: set(), False: set()}
+    sample = TurnSampler.sample
+
+    async def noted(self: TurnSampler, ids: Any, params: SamplingParams, **options: Any) -> Any:
+        asked[params.temperature == 0].add(tuple(ids))
+        return await sample(self, ids, params, **options)
+
+    monkeypatch.setattr(TurnSampler, "sample", noted)
+    algorithm = GRPO(samples=2, advantage="remax")
+    run = make(tiny, "environment", environment=environment, algorithm=algorithm, batch_size=4, steps=2)
+    run.here(run_dir=tmp_path / "run")
+    assert len(asked[True]) == 4 and asked[True] == asked[False]
 
 
 def test_a_failed_episode_has_no_score_and_is_counted() -> None:

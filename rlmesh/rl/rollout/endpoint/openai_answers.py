@@ -13,7 +13,7 @@ from rlmesh.rl.rollout.endpoint.openai_requests import CompletionRequest
 from rlmesh.rl.rollout.episodes.chat_spans import ChatSpans
 from rlmesh.rl.rollout.episodes.tools import ToolCallParser
 
-__all__ = ["AnswerWriter", "ChoiceText", "answer_head"]
+__all__ = ["AnswerWriter", "ChoiceText", "answer_head", "first_stop"]
 
 
 def answer_head(request: CompletionRequest, model: str, *, piece: bool) -> dict[str, Any]:
@@ -22,6 +22,12 @@ def answer_head(request: CompletionRequest, model: str, *, piece: bool) -> dict[
     prefix = "chatcmpl" if request.chat else "cmpl"
     name = f"{prefix}-{secrets.token_hex(12)}"
     return {"id": name, "object": kind, "created": int(time.time()), "model": request.model or model}
+
+
+def first_stop(text: str, stop: Sequence[str]) -> tuple[str, str]:
+    """The first stop text in a text, and the text from it on; both are empty if there is none."""
+    found = min(((place, one) for one in stop if (place := text.find(one)) >= 0), default=None)
+    return ("", "") if found is None else (found[1], text[found[0] :])
 
 
 class ChoiceText:
@@ -58,8 +64,8 @@ class ChoiceText:
             ids: all tokens of the response.
         """
         text = self._spans.said(ids)
-        places = [place for one in self._stop if (place := text.find(one)) >= 0]
-        return self._tell(text[: min(places, default=len(text))])
+        _, rest = first_stop(text, self._stop)
+        return self._tell(text[: len(text) - len(rest)])
 
     def _held(self) -> int:
         """The number of characters at the end that may belong to a stop text."""

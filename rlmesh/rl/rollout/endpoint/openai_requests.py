@@ -57,7 +57,8 @@ class CompletionRequest:
         stream: True: the answer is streamed.
         usage: True: the last piece has the numbers of tokens.
         log_probs: True: the answer has the log-probability of each token.
-        tools: schemas of the tools.
+        tools: schemas of the tools that the policy may call.
+        named_tools: schemas of all tools in the request; ``tool_choice`` may forbid them.
         token_ids: True: the answer has token ids (an addition to OpenAI's interface, with vLLM's field names).
         own: names of the sampling fields that the client has set.
     """
@@ -70,6 +71,7 @@ class CompletionRequest:
     usage: bool = False
     log_probs: bool = False
     tools: tuple[Mapping[str, Any], ...] = ()
+    named_tools: tuple[Mapping[str, Any], ...] = ()
     token_ids: bool = False
     own: frozenset[str] = field(default_factory=frozenset)
 
@@ -122,6 +124,7 @@ def read_request(body: bytes, *, chat: bool, max_tokens: int) -> CompletionReque
         usage=bool(stream_options.get("include_usage")),
         log_probs=_wants_log_probs(values, chat=chat),
         tools=() if offered == "none" else tuple(tools),
+        named_tools=tuple(tools),
         token_ids=options.flag("return_token_ids"),
         own=frozenset(values),
     )

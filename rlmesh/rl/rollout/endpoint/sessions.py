@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from rlmesh.errors import UsageError
 from rlmesh.rl.engines.rollout import Sample, SamplingParams
+from rlmesh.rl.rollout.endpoint.openai_answers import first_stop
 from rlmesh.rl.rollout.endpoint.openai_requests import CompletionRequest, RequestRefused, template_message
 from rlmesh.rl.rollout.episodes.chat_spans import ChatSpans
 from rlmesh.rl.rollout.episodes.recording import RecordedTurn, Recording
@@ -36,12 +37,14 @@ class TurnBegun:
         before: token ids between this turn and the new one.
         params: parameters for each choice.
         place: the turn's name in errors.
+        tools: schemas of the tools in the prompt.
     """
 
     parent: RecordedTurn
     before: list[int]
     params: tuple[SamplingParams, ...]
     place: str
+    tools: tuple[Mapping[str, Any], ...] = ()
 
     @property
     def ids(self) -> list[int]:
@@ -92,7 +95,7 @@ class AgentSession:
             raise RequestRefused(
                 f"{self.task.name}: it had its {self.settings.max_turns} turns", code="max_turns_exceeded"
             )
-        parent = self.recording.find(request.given)
+        parent = self._continued(request)
         if request.count > 1 or parent.answers:
             self._require_branches(request, parent)
         before = self._tokens_after(parent, request)
@@ -111,7 +114,8 @@ class AgentSession:
         self._begun += request.count
         self._sampling += 1
         self.quiet_since = None
-        return TurnBegun(parent, before, params, f"{self.task.name} turn {turn} engine")
+        tools = request.tools if parent is self.recording.root else parent.tools
+        return TurnBegun(parent, before, params, f"{self.task.name} turn {turn} engine", tools)
 
     def record(self, begun: TurnBegun, samples: Sequence[Sample], said: Sequence[Any]) -> None:
         """Record the turns that answer a request.
@@ -119,8 +123,12 @@ class AgentSession:
         Args:
             said: the conversation after each turn, see `RecordedTurn`.
         """
-        for sample, one in zip(samples, said, strict=True):
-            self.recording.add(begun.parent, begun.before, sample, one)
+        for sample, one, params in zip(samples, said, begun.params, strict=True):
+            made = self.recording.add(begun.parent, begun.before, sample, one)
+            made.tools = begun.tools
+            made.end, made.rest = first_stop(self._spans.said(sample.token_ids), params.stop)
+            if not made.end:
+                made.end = made.rest = self._spans.end(sample.token_ids)
         self._end()
 
     def give_up(self, begun: TurnBegun) -> None:
@@ -139,6 +147,21 @@ class AgentSession:
         """The number of the present turn (or of the next one, between turns), from 1 on."""
         return self._begun + (0 if self._sampling else 1)
 
+    def _continued(self, request: CompletionRequest) -> RecordedTurn:
+        """The recorded turn that a request continues. Tools are part of the prompt: a request that offers others than
+        the recorded turns had continues none."""
+        found = self.recording.find(request.given)
+        if found is self.recording.root or request.tools == found.tools or not isinstance(request.given, list):
+            return found
+        if not request.tools and request.named_tools == found.tools:
+            return found  # tool_choice: the policy knows the tools, and may call none now
+        before = [template_message(one) for one in request.given[: len(found.said) - 1]]
+        try:
+            same = self._spans.prompt(before, found.tools) == self._spans.prompt(before, request.tools)
+        except UsageError as error:
+            raise RequestRefused(f"{self.task.name}: {error}", param="tools") from error
+        return found if same else self.recording.root
+
     def _require_branches(self, request: CompletionRequest, parent: RecordedTurn) -> None:
         if self.settings.history == "branch":
             return
@@ -154,6 +177,8 @@ class AgentSession:
         )  # fmt: skip
 
     def _difference(self, request: CompletionRequest, parent: RecordedTurn) -> str:
+        if self.recording.find(request.given) is not parent:
+            return "and offers other tools than these turns, in which tools are part of the prompt"
         recorded = next((one for one in self.recording.last_turns() if type(one.said) is type(request.given)), None)
         if recorded is None or recorded.said[: len(request.given)] == request.given:
             return "and the next turn has its answer already"
@@ -168,7 +193,7 @@ class AgentSession:
             if isinstance(given, tuple):
                 return list(given[len(said or ()) :])
             if isinstance(given, str):
-                return self._spans.text(given[len(said) :]) if said else self._spans.prompt(given)
+                return self._spans.text(parent.unrepeated(given[len(said) :])) if said else self._spans.prompt(given)
             messages = [template_message(one) for one in given]
             if not said:
                 return self._spans.prompt(messages, request.tools)
@@ -176,7 +201,7 @@ class AgentSession:
             if not new:
                 raise RequestRefused("a request for a further turn has at least one new message", param="messages")
             # The last recorded message is the answer, whose ids are known.
-            return self._spans.extension(messages[: len(said) - 1], parent.turns[-1].ids.tolist(), new, request.tools)
+            return self._spans.extension(messages[: len(said) - 1], parent.turns[-1].ids.tolist(), new, parent.tools)
         except UsageError as error:
             raise RequestRefused(f"{self.task.name}: {error}", param="messages") from error
 

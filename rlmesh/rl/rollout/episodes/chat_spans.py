@@ -70,6 +70,10 @@ class ChatSpans:
         kept = list(ids[:-1] if ids and ids[-1] in self._special else ids)
         return self.decode(kept)
 
+    def end(self, ids: Sequence[int]) -> str:
+        """The text of the end token of a turn of the policy; ``""``: it has none."""
+        return self.decode(ids[-1:]) if ids and ids[-1] in self._special else ""
+
     def decode(self, ids: Sequence[int]) -> str:
         """The text of token ids, special tokens included."""
         found: str = self.tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
@@ -91,7 +95,7 @@ class ChatSpans:
             UsageError: the template refuses the messages, or cannot be extended by appending: the new messages change
                 the text before them.
         """
-        end = self.decode(turn[-1:]) if turn and turn[-1] in self._special else ""
+        end = self.end(turn)
         after = self._after_mark(before, new, tools)
         return self.text(after.removeprefix(end) if end else after)
 

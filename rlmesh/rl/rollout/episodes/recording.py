@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 from typing import Any
 
 from rlmesh.rl.engines.rollout import Sample
@@ -27,6 +28,10 @@ class RecordedTurn:
         answers: number of turns that follow this one directly, including turns that are being sampled.
         depth: number of turns of the policy, including this one.
         finish_reason: the reason for the end of this turn.
+        end: the text that ended this turn, a stop text or that of an end token. It is in ``ids``, but not in ``said``;
+            ``""``: none.
+        rest: the text of this turn from ``end`` on: the last token may have more characters.
+        tools: schemas of the tools in the prompt.
     """
 
     said: Any
@@ -35,6 +40,17 @@ class RecordedTurn:
     answers: int = 0
     depth: int = 0
     finish_reason: str = "stop"
+    end: str = ""
+    rest: str = ""
+    tools: tuple[Mapping[str, Any], ...] = ()
+
+    def unrepeated(self, text: str) -> str:
+        """A text that follows this turn, without the end that its ids have already: a client does not get the end of a
+        turn, and writes it itself if its format needs it."""
+        if not self.end or not text.startswith(self.end):
+            return text
+        same = takewhile(lambda pair: pair[0] == pair[1], zip(self.rest, text, strict=False))
+        return text[sum(1 for _ in same) :]
 
 
 class Recording:
