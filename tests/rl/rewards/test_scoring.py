@@ -244,6 +244,10 @@ def test_rewards_with_wrong_arguments_are_refused_by_name() -> None:
 
     with pytest.raises(UsageError, match=r"parameter 'solution' without a default; .*did you mean 'solution_str'\?"):
         Reward(wrong)
+    with pytest.raises(UsageError, match=r"in place of TRL's 'completions', write 'responses'"):
+        Reward(lambda completions, **columns: [0.0])
+    with pytest.raises(UsageError, match=r"parameter 'answer' without a default; .*'row' has all columns of the data"):
+        Reward(lambda responses, answer: [0.0])
     with pytest.raises(UsageError, match="takes no input"):
         Reward(nothing)
     with pytest.raises(UsageError, match="mixes parameters of one response and of many"):
