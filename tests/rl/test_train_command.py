@@ -156,7 +156,7 @@ def test_ctrl_c_says_how_to_go_on(
         raise job_interrupted("toy", "Ctrl-C", "")
 
     monkeypatch.setattr(Run, "submit", interrupted)
-    for options, place in (([], "DIR, its run directory,"), (["--run-dir", "runs/toy"], "runs/toy")):
+    for options, place in (([], "and its run directory"), (["--run-dir", "runs/toy"], "runs/toy")):
         assert main(["train", str(config(tmp_path, small_model)), *options]) == 130
         told = capsys.readouterr().err
         assert f"was stopped: Ctrl-C. Start it again with --run-dir {place} to resume" in told

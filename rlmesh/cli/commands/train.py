@@ -138,7 +138,7 @@ def _run(options: argparse.Namespace) -> int:
         return interrupt_code(error)
     except KeyboardInterrupt as error:
         if str(error):
-            run_dir = options.run_dir or "DIR, its run directory,"
+            run_dir = options.run_dir or "and its run directory"
             error.args = (f"{error}. Start it again with --run-dir {run_dir} to resume from its latest checkpoint",)
         raise
     for name, value in sorted(result.metrics.items()):

@@ -94,7 +94,9 @@ class Reward(CheckedKeywords):
 
     def __post_init__(self) -> None:
         if not callable(self.function):
-            raise UsageError(f"a reward is a function, got {type(self.function).__name__}: Reward(compute_score)")
+            given: Any = self.function
+            hint = "; names are for files of settings" if isinstance(given, str) else ""
+            raise UsageError(f"a reward is a function, such as gsm8k.compute_score, got {given!r:.80}{hint}")
         object.__setattr__(self, "sources", source_names(self.sources))
         if not self.name:
             object.__setattr__(self, "name", _name_of(self.function))
