@@ -6,10 +6,7 @@ python examples/grpo.py tiny
 
 import sys
 
-from rlmesh.rl.algorithms import GRPO
-from rlmesh.rl.rewards import Score
-from rlmesh.rl.trainers.run import Run
-from rlmesh.rl.trainers.settings import ActorSettings, RolloutSettings
+from rlmesh.rl import GRPO, ActorSettings, RolloutSettings, Run, Score
 
 
 def spelled(response, ground_truth):

@@ -57,6 +57,8 @@ def test_unknown_settings_are_refused_with_the_nearest_name() -> None:
         PPOConfig().training(num_env_runners=1)
     with pytest.raises(UsageError, match="Did you mean 'gamma'"):
         PPOConfig().gama = 0.9
+    with pytest.raises(AttributeError, match="Did you mean 'environment'"):
+        PPOConfig().enviroment("CartPole-v1")
     with pytest.raises(AttributeError, match="Did you mean 'gamma'"):
         PPOConfig().gama  # noqa: B018
     with pytest.raises(UsageError, match=r"batch_mode=…\): fragments of episodes are bootstrapped"):

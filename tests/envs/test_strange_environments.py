@@ -55,6 +55,31 @@ def test_a_step_of_wrong_values_is_refused_at_once(results: Any, message: str) -
     assert caught.value.__context__ is None and Returns.count_made == 1, "it is not made again to do the same"
 
 
+class Begins(Count):
+    """Resets return what ``env_config["results"]`` makes of the right results."""
+
+    def __init__(self, config: EnvContext) -> None:
+        super().__init__()
+        self.change = config["results"]
+
+    def reset(self, **options: Any) -> Any:
+        return self.change(*super().reset(**options))
+
+
+@pytest.mark.parametrize(
+    ("results", "message"),
+    [
+        (lambda o, i: np.zeros(2, np.float32), "array([0., 0.], dtype=float32); the two of Gymnasium are observation"),
+        (lambda o, i: (o, i, {}), "3 values; the two of Gymnasium are observation, info"),
+        (lambda o, i: (o, o), "the info array("),
+    ],
+)
+def test_a_reset_of_wrong_values_is_refused_at_once(results: Any, message: str) -> None:
+    with pytest.raises(UsageError, match="reset\\(\\) of Begins returned " + re.escape(message)) as caught:
+        EnvRunner(Begins, ModulePolicy, env_config={"results": results}).sample(4)
+    assert caught.value.__context__ is None
+
+
 @pytest.mark.parametrize("flag", [np.bool_(False), 0, np.int8(0)])
 def test_flags_and_rewards_of_numpy_are_taken(flag: Any) -> None:
     results = lambda o, r, te, tr, i: (o, np.array(2.5, np.float32), flag, flag, i)  # noqa: E731

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import json
+import pickle
 import subprocess
 import sys
 import textwrap
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +20,13 @@ from rlmesh.errors import UsageError
 from rlmesh.rl.algorithms import GRPO, PPO, Algorithm, ReinforcePlusPlus
 from rlmesh.rl.algorithms.grpo import Advantage, Loss
 from rlmesh.rl.correction import Correction
+from rlmesh.rl.faults import keys_of
 from rlmesh.rl.rewards import Reward
 from rlmesh.rl.trainers.config_reader import read_run
 from rlmesh.rl.trainers.named import ALGORITHMS, REWARDS, find_algorithm, find_reward
 from rlmesh.rl.trainers.other_names import ELSEWHERE
 from rlmesh.rl.trainers.run import Run
-from rlmesh.rl.trainers.settings import ActorSettings, keys_of
+from rlmesh.rl.trainers.settings import ActorSettings, RolloutSettings
 from tests.rl.run_job import is_a
 
 GOOD: dict[str, Any] = {
@@ -322,6 +325,39 @@ def test_names_of_other_libraries_lead_to_settings_that_exist() -> None:
         section, _, key = ours.rpartition(".")
         assert key in sections[section], name
         assert name not in sections[""], f"{name} is a setting here"
+
+
+@pytest.mark.parametrize(
+    ("made", "suggested"),
+    [
+        (lambda: ActorSettings(learning_rte=1e-6, rank=2), r"ActorSettings\(rank=…\): .*did you mean ranks\?"),
+        (lambda: ActorSettings(learning_rate=1e-6), r"did you mean actor\.lr\?"),
+        (lambda: RolloutSettings(max_new_tokens=5), r"did you mean rollout\.max_tokens\?"),
+        (lambda: GRPO(num_generations=8), r"GRPO\(num_generations=…\): .*did you mean algorithm\.samples\?"),
+        (lambda: Mine(sampels=8), r"Mine\(sampels=…\): .*did you mean samples\?"),
+        (lambda: Correction(uper=2.0), r"did you mean upper\?"),
+        (lambda: Reward(is_a, wieght=2.0), r"Reward\(wieght=…\): .*did you mean weight\?"),
+        (lambda: Run(lr=1e-6), r"belongs to the section actor; did you mean actor\.lr\? There is critic\.lr too"),
+        (lambda: replace(ActorSettings(), max_grad_nrm=1.0), r"did you mean max_grad_norm\?"),
+    ],
+)
+def test_a_wrong_keyword_in_python_is_answered_with_the_right_one(made: Any, suggested: str) -> None:
+    with pytest.raises(TypeError, match=suggested):
+        made()
+
+
+class Handmade(Algorithm):
+    """A user's algorithm that is no dataclass."""
+
+    def __init__(self, temper: float, **others: int) -> None:
+        object.__setattr__(self, "temper", temper)
+        super().__init__(**others)
+
+
+def test_an_algorithm_with_parameters_of_its_own_is_made_copied_and_pickled() -> None:
+    made = Handmade(temper=0.5, samples=3)
+    for one in (made, copy.deepcopy(made), pickle.loads(pickle.dumps(made))):
+        assert (vars(one)["temper"], one.samples) == (0.5, 3)
 
 
 # The command.

@@ -17,11 +17,11 @@ from rlmesh.rl import group_advantages, kl, losses  # noqa: E402
 from rlmesh.rl.algorithms import GRPO, Evaluated  # noqa: E402
 from rlmesh.rl.algorithms.choices import KLEstimator, Level  # noqa: E402
 from rlmesh.rl.algorithms.grpo import PRESETS, Advantage, Loss  # noqa: E402
+from rlmesh.rl.faults import keys_of  # noqa: E402
 from rlmesh.rl.roles.actor import ActorRole  # noqa: E402
 from rlmesh.rl.trainers.named import ALGORITHMS  # noqa: E402
 from rlmesh.rl.trainers.other_names import ELSEWHERE  # noqa: E402
 from rlmesh.rl.trainers.run import Run  # noqa: E402
-from rlmesh.rl.trainers.settings import keys_of  # noqa: E402
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 PAGES = ("training.md", "algorithms.md", "coming-from.md")
@@ -68,6 +68,10 @@ def test_settings_of_a_page_are_right(page: str, module: ModuleType, tmp_path: P
         path = tmp_path / f"{number}.yaml"
         path.write_text(block)
         assert Run.from_config(path).model == "Qwen/Qwen2.5-0.5B-Instruct"
+
+
+def test_the_page_shows_the_example() -> None:
+    assert blocks("training.md", "python")[0] == (DOCS.parent / "examples" / "grpo.py").read_text()
 
 
 def batch() -> Evaluated:

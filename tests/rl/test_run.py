@@ -263,6 +263,7 @@ def test_models_that_would_train_with_wrong_numbers_are_told_before_any_process_
     for path in tiny.glob("tokenizer*"):
         shutil.copy(path, tmp_path)
     config.save_pretrained(tmp_path)
+    (tmp_path / "model.safetensors").touch()  # the check loads no weights
     run = small(tmp_path, rollout=RolloutSettings(max_tokens=8, stop_token_ids=[1]))
     with pytest.raises(UsageError, match=said):
         run.check()

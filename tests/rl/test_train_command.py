@@ -14,6 +14,9 @@ import pytest
 pytest.importorskip("transformers")
 
 from rlmesh.cli.main import main
+from rlmesh.driver.outcome import job_interrupted
+from rlmesh.rl.trainers import preflight
+from rlmesh.rl.trainers.run import Run
 from tests.rl.run_job import ROWS
 
 FUNCTIONS = '''
@@ -124,9 +127,39 @@ def test_a_model_without_a_tokenizer_or_configuration_is_told(
     assert "the model has no tokenizer" in found and "the folder has no config.json" in found
     (bare / "config.json").write_text((small_model / "config.json").read_text())
     assert main(["train", str(config(tmp_path, bare)), "--check"]) == 2
-    assert "the model has no tokenizer" in capsys.readouterr().err
+    found = capsys.readouterr().err
+    assert "the model has no tokenizer" in found and "the folder has no weights" in found
     assert main(["train", str(config(tmp_path, tmp_path / "bar"))]) == 2
     assert f"did you mean {bare}?" in capsys.readouterr().err
+
+
+def test_a_name_that_the_hub_does_not_know_is_told_with_the_folder_that_was_meant(
+    small_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def unreachable(run: Any) -> Any:
+        raise OSError("no connection")
+
+    monkeypatch.setattr(preflight, "_tokenizer", unreachable)
+    (tmp_path / "small").mkdir()
+    for name, told in (
+        ("smal", "no folder of this name; did you mean small? As a hub name: no connection"),
+        ("Qwen/none", "no folder of this name. As a hub name: no connection"),
+    ):
+        assert main(["train", str(config(tmp_path, Path(name))), "--check"]) == 2
+        assert f"model='{name}': there is {told}" in capsys.readouterr().err
+
+
+def test_ctrl_c_says_how_to_go_on(
+    small_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*arguments: Any, **options: Any) -> Any:
+        raise job_interrupted("toy", "Ctrl-C", "")
+
+    monkeypatch.setattr(Run, "submit", interrupted)
+    for options, place in (([], "and its run directory"), (["--run-dir", "runs/toy"], "runs/toy")):
+        assert main(["train", str(config(tmp_path, small_model)), *options]) == 130
+        told = capsys.readouterr().err
+        assert f"was stopped: Ctrl-C. Start it again with --run-dir {place} to resume" in told
 
 
 def test_prompts_that_are_all_too_long_are_told_before_torch_is_loaded(small_model: Path, tmp_path: Path) -> None:

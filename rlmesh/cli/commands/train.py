@@ -136,6 +136,11 @@ def _run(options: argparse.Namespace) -> int:
     except JobFailed as error:
         _say("\n".join(["", *failure_lines(error)]), err=True)
         return interrupt_code(error)
+    except KeyboardInterrupt as error:
+        if str(error):
+            run_dir = options.run_dir or "and its run directory"
+            error.args = (f"{error}. Start it again with --run-dir {run_dir} to resume from its latest checkpoint",)
+        raise
     for name, value in sorted(result.metrics.items()):
         _say(f"{name} = {value:g}")
     _say(f"model: {result.model}")

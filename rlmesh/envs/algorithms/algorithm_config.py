@@ -387,7 +387,9 @@ class AlgorithmConfig:
         values = self.__dict__.get("_values", {})
         key = ALIASES.get(name, name)
         if name.startswith("__") or key not in values:
-            raise AttributeError(f"{type(self).__name__} has no setting {name!r}.{did_you_mean(name, values)}")
+            methods = [one for one in dir(type(self)) if not one.startswith("_")]
+            hint = did_you_mean(name, [*values, *methods], listed=False) or did_you_mean(name, values)
+            raise AttributeError(f"{type(self).__name__} has no setting {name!r}.{hint}")
         return values[key]
 
     def __setattr__(self, name: str, value: Any) -> None:

@@ -13,7 +13,7 @@ import numpy as np
 from rlmesh.envs.environments.actions import ActionRows
 from rlmesh.envs.environments.features import SEQUENCE_LENGTH
 from rlmesh.envs.environments.observations import ObservationRows
-from rlmesh.envs.environments.step_checks import check_step
+from rlmesh.envs.environments.step_checks import check_reset, check_step
 from rlmesh.errors import UsageError
 
 __all__ = ["LocalVector", "StepOutcome", "env_seed"]
@@ -154,8 +154,9 @@ class LocalVector:
     def _begin(self, i: int, out: np.ndarray, *, seeded: bool = False) -> None:
         seed = self._seeds(i, self.starts[i]) if seeded and self._seeds is not None else None
         try:
-            observation, _ = self.envs[i].reset(seed=seed)
-            self.rows.write(out, i, observation)
+            results = self.envs[i].reset(seed=seed)
+            check_reset(results, self.envs[i])
+            self.rows.write(out, i, results[0])
         except UsageError:
             raise
         except Exception as error:

@@ -9,7 +9,7 @@ import numpy as np
 
 from rlmesh.errors import UsageError
 
-__all__ = ["check_agents_step", "check_step", "reward_of"]
+__all__ = ["check_agents_step", "check_reset", "check_step", "reward_of"]
 
 FIVE = ("observation", "reward", "terminated", "truncated", "info")
 FIVE_OF_AGENTS = ("observations", "rewards", "terminateds", "truncateds", "infos")
@@ -27,6 +27,20 @@ def reward_of(given: Any, place: str) -> float:
     ):
         return float(given)
     raise UsageError(f"{place} returned the reward {given!r:.80} ({type(given).__name__}): a reward is a number")
+
+
+def check_reset(results: Any, env: Any) -> None:
+    """Check that an environment's ``reset`` returned an observation and an info.
+
+    Raises:
+        UsageError: they are not two, or the info is no dict.
+    """
+    place = f"reset() of {_name_of(env)}"
+    if not isinstance(results, tuple | list) or len(results) != 2:
+        found = f"{len(results)} values" if isinstance(results, tuple | list) else f"{results!r:.80}"
+        raise UsageError(f"{place} returned {found}; the two of Gymnasium are observation, info")
+    if not isinstance(info := results[1], Mapping | None):
+        raise UsageError(f"{place} returned the info {info!r:.80} ({type(info).__name__}): it is a dict")
 
 
 def check_step(results: Any, env: Any) -> None:

@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
+from rlmesh.rl.faults import CheckedKeywords
+
 __all__ = ["Aggregation", "Correction", "KLEstimator", "Level", "choice_faults", "clip_faults", "number_faults"]
 
 Aggregation = Literal["token-mean", "sequence-mean", "constant"]
@@ -23,7 +25,7 @@ sequence. ``geometric``: the geometric mean over them, which does not grow with 
 
 
 @dataclass(frozen=True, slots=True)
-class Correction:
+class Correction(CheckedKeywords):
     """Settings for the weights of an engine's samples, and for the samples that leave the batch.
 
     Attributes:

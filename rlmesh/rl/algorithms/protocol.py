@@ -30,6 +30,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from rlmesh.rl.algorithms.choices import KLEstimator
+from rlmesh.rl.faults import CheckedKeywords
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -203,7 +204,7 @@ class TokenWeights:
 
 
 @dataclass(frozen=True)
-class Algorithm:
+class Algorithm(CheckedKeywords):
     """Base class of algorithms; subclasses define `weigh`.
 
     Attributes:

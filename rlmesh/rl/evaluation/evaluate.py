@@ -102,7 +102,7 @@ def evaluate(
     """
     prompts = run.validation if data is None else data
     if prompts is None:
-        raise UsageError("there are no prompts: the run has no validation data, and no other data were given")
+        raise UsageError("there are no prompts: the run has no validation data; give --data FILE, or data= in Python")
     # A mixture of data sets is for training: an evaluation takes all prompts of all of them.
     prompts = list(prompts) if isinstance(prompts, Mapping) else prompts
     settings = {one.name: getattr(run, one.name) for one in dataclasses.fields(Run)}

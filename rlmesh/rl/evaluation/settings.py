@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from rlmesh.rl.faults import too_small
+from rlmesh.rl.faults import CheckedKeywords, too_small
 
 __all__ = ["COLDEST", "HOTTEST", "RewardAlarmSettings", "SampleSettings", "ValidationSettings"]
 
@@ -14,7 +14,7 @@ COLDEST, HOTTEST = 0.01, 100
 
 
 @dataclass(frozen=True)
-class ValidationSettings:
+class ValidationSettings(CheckedKeywords):
     """Settings of validation: how responses are sampled and counted.
 
     Attributes:
@@ -46,7 +46,7 @@ class ValidationSettings:
 
 
 @dataclass(frozen=True)
-class SampleSettings:
+class SampleSettings(CheckedKeywords):
     """The samples that a run keeps as Parquet files, for ``rlmesh samples``.
 
     Attributes:
@@ -64,7 +64,7 @@ class SampleSettings:
 
 
 @dataclass(frozen=True)
-class RewardAlarmSettings:
+class RewardAlarmSettings(CheckedKeywords):
     """Thresholds of the alarm that the policy seems to exploit a reward (`rlmesh.rl.rewards.hacking.RewardAlarm`).
 
     The last steps are compared with the first ones. A threshold of 0 turns its check off.

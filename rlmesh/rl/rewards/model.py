@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 
 from rlmesh import RoleGroup
 from rlmesh.errors import UsageError
+from rlmesh.rl.faults import CheckedKeywords
 from rlmesh.rl.rewards.reward import Response, number_of, source_names
 from rlmesh.rl.types import Failed, Outcome
 
@@ -56,7 +57,7 @@ class Conversation:
 
 
 @dataclass(frozen=True)
-class RewardModel:
+class RewardModel(CheckedKeywords):
     """A model that scores responses: any that ``AutoModelForSequenceClassification`` loads.
 
     A model with one label gives its raw output as the reward. With several labels, the reward is the probability of

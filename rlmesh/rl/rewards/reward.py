@@ -10,7 +10,7 @@ from functools import cached_property
 from typing import Any
 
 from rlmesh.errors import UsageError
-from rlmesh.rl.faults import did_you_mean, unknown_parameters
+from rlmesh.rl.faults import CheckedKeywords, did_you_mean, unknown_parameters
 from rlmesh.rl.types import Episode
 
 __all__ = ["Response", "Reward"]
@@ -36,6 +36,10 @@ _BATCHED = {
     "extra_infos": "extra_info",
 }
 
+_OF_TRL = {"completions": "responses", "completion_ids": "samples"}
+"""Inputs of TRL's reward functions with other names here."""
+_OTHERWISE = "; 'row' has all columns of the data, and Reward(…, options={…}) gives other arguments"
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Response:
@@ -60,7 +64,7 @@ class Response:
 
 
 @dataclass(frozen=True)
-class Reward:
+class Reward(CheckedKeywords):
     """A reward function, with its weight and settings.
 
     The names of the function's parameters select its inputs, in any order: ``sample``, ``row``, ``response`` (or
@@ -90,7 +94,9 @@ class Reward:
 
     def __post_init__(self) -> None:
         if not callable(self.function):
-            raise UsageError(f"a reward is a function, got {type(self.function).__name__}: Reward(compute_score)")
+            given: Any = self.function
+            hint = "; names are for files of settings" if isinstance(given, str) else ""
+            raise UsageError(f"a reward is a function, such as gsm8k.compute_score, got {given!r:.80}{hint}")
         object.__setattr__(self, "sources", source_names(self.sources))
         if not self.name:
             object.__setattr__(self, "name", _name_of(self.function))
@@ -127,9 +133,11 @@ class Reward:
         known = {**_SINGLE, **_BATCHED}
         wanted = [p.name for p in parameters if p.name in known and p.name not in self.options]
         if unknown := unknown_parameters(self.function, {*known, *self.options}):
+            name = _OF_TRL.get(unknown[0])
+            hint = f"; in place of TRL's {unknown[0]!r}, write {name!r}" if name else did_you_mean(unknown[0], known)
             raise UsageError(
                 f"reward {self.name!r} has a parameter {unknown[0]!r} without a default; it may have "
-                f"{', '.join(_SINGLE)}, or their plurals for a batch{did_you_mean(unknown[0], known)}"
+                f"{', '.join(_SINGLE)}, or their plurals for a batch{hint or _OTHERWISE}"
             )
         if not wanted:
             raise UsageError(f"reward {self.name!r} takes no input: give it some parameters of {', '.join(_SINGLE)}")

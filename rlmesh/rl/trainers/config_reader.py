@@ -13,13 +13,13 @@ from types import SimpleNamespace
 from typing import Any, get_args, get_origin, get_type_hints
 
 from rlmesh.errors import UsageError
-from rlmesh.rl.faults import value_of
+from rlmesh.rl.faults import keys_of, unknown_key, value_of
 from rlmesh.rl.rewards.model import RewardModel
 from rlmesh.rl.rewards.reward import Reward
 from rlmesh.rl.trainers.named import find_algorithm, find_reward, imported_parts
 from rlmesh.rl.trainers.preflight import QUICK, quick_faults
 from rlmesh.rl.trainers.run import Run
-from rlmesh.rl.trainers.settings import as_list, checked, keys_of, kind_named, unknown_key
+from rlmesh.rl.trainers.settings import as_list, checked, kind_named
 
 __all__ = ["as_mapping", "read_run"]
 

@@ -103,6 +103,8 @@ def _model_faults(model: str) -> Iterator[str]:
         return
     if not (folder / "config.json").is_file():
         yield "the folder has no config.json: it is no model that transformers can load"
+    elif not any(one.suffix in (".safetensors", ".bin") for one in folder.iterdir()):
+        yield "the folder has no weights: no file *.safetensors or *.bin"
     # This check is needed because transformers makes an empty tokenizer if a folder has none.
     if not any((folder / name).exists() for name in TOKENIZER_FILES):
         yield (
@@ -259,7 +261,10 @@ def _slow_faults(run: Run, counts: list[str], tried: set[str]) -> Iterator[str]:
     try:
         tokenizer = _tokenizer(run)
     except (UsageError, OSError, ValueError) as error:
-        yield f"model={run.model!r}: {error}"
+        folder = Path(run.model).expanduser()
+        near = similar_path(folder) if folder.parent.is_dir() else ""
+        here = "" if folder.is_dir() else f"there is no folder of this name{near or '.'} As a hub name: "
+        yield f"model={run.model!r}: {here}{error}"
         return
     yield from _teacher_faults(run, tokenizer)
     yield from _pack_faults(run)

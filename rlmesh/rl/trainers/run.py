@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from rlmesh.errors import UsageError
 from rlmesh.rl.evaluation.settings import RewardAlarmSettings, SampleSettings, ValidationSettings
-from rlmesh.rl.faults import MOST_PROCESSES, MOST_THREADS, too_large, too_small
+from rlmesh.rl.faults import MOST_PROCESSES, MOST_THREADS, CheckedKeywords, too_large, too_small
 from rlmesh.rl.rewards.model import RewardModel
 from rlmesh.rl.rewards.reward import Reward
 from rlmesh.rl.rollout.episodes.plan import EpisodePlan
@@ -83,7 +83,7 @@ class RunResult:
 
 
 @dataclass(frozen=True)
-class Run:
+class Run(CheckedKeywords):
     """The settings of a training.
 
     Attributes:

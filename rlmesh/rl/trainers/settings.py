@@ -8,15 +8,22 @@ import math
 import types
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from difflib import get_close_matches
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from rlmesh.errors import UsageError
 from rlmesh.rl.engines.lora import LoraOptions
 from rlmesh.rl.evaluation.settings import COLDEST, HOTTEST
-from rlmesh.rl.faults import MOST_PROCESSES, MOST_THREADS, too_large, too_small, value_of
-from rlmesh.rl.trainers.other_names import ELSEWHERE
+from rlmesh.rl.faults import (
+    MOST_PROCESSES,
+    MOST_THREADS,
+    CheckedKeywords,
+    keys_of,
+    too_large,
+    too_small,
+    unknown_key,
+    value_of,
+)
 
 if TYPE_CHECKING:
     from rlmesh.rl.engines.rollout import SamplingParams
@@ -42,7 +49,7 @@ LIST = 'a list, such as [1, 2] or ["a", "b"]'
 
 
 @dataclass(frozen=True)
-class LoraSettings:
+class LoraSettings(CheckedKeywords):
     """An adapter that is trained instead of the policy's weights; see `rlmesh.rl.engines.lora.LoraOptions`.
 
     Attributes:
@@ -78,7 +85,7 @@ class LoraSettings:
 
 
 @dataclass(frozen=True)
-class ActorSettings:
+class ActorSettings(CheckedKeywords):
     """The policy in training.
 
     Attributes:
@@ -162,7 +169,7 @@ class CriticSettings(ActorSettings):
 
 
 @dataclass(frozen=True)
-class ReferenceSettings:
+class ReferenceSettings(CheckedKeywords):
     """The policy from which a divergence is measured: the policy before training, or a teacher.
 
     Attributes:
@@ -177,7 +184,7 @@ class ReferenceSettings:
 
 
 @dataclass(frozen=True)
-class RolloutSettings:
+class RolloutSettings(CheckedKeywords):
     """The engines that sample.
 
     Attributes:
@@ -343,51 +350,6 @@ def wrong_types(settings: Any, where: str, but: Collection[str] = ()) -> Iterato
         value = getattr(settings, one.name)
         if one.init and one.name not in but and not checked(value, hints[one.name]):
             yield f"{where}{one.name}={value!r} must be {kind_named(hints[one.name])}"
-
-
-def keys_of(settings: Any) -> Iterator[tuple[str, tuple[str, ...]]]:
-    """Pairs of a section and its keys, for settings given as an object or as a class; ``""`` is the outermost
-    section."""
-    own = tuple(one.name for one in dataclasses.fields(settings) if one.init)
-    yield "", own
-    hints = get_type_hints(settings if isinstance(settings, type) else type(settings))
-    for name in own:
-        current = getattr(settings, name, None) if not isinstance(settings, type) else None
-        for kind in (type(current), *(get_args(hints[name]) or (hints[name],))):
-            if isinstance(kind, type) and dataclasses.is_dataclass(kind):
-                for inner, keys in keys_of(kind):
-                    yield f"{name}.{inner}".rstrip("."), keys
-                break
-
-
-def unknown_key(place: str, sections: Mapping[str, Sequence[str]]) -> str:
-    """The message about a key that does not exist, with the key that was probably meant, in this section or another.
-
-    Args:
-        place: the key with its sections, such as ``actor.learning_rte``.
-        sections: the keys of each section; ``""`` is the outermost section.
-    """
-    section, _, key = place.rpartition(".")
-    own = sections.get(section, ())
-    elsewhere = [name for name, keys in sections.items() if name != section and key in keys]
-    fault = f"there is no setting {place!r}"
-    if near := get_close_matches(key, own, 1, cutoff=0.85):
-        return f"{fault}; did you mean {f'{section}.{near[0]}'.lstrip('.')}?"
-    if elsewhere:
-        first, *others = [f"{name}.{key}".lstrip(".") for name in elsewhere]
-        belongs = f"the section {elsewhere[0]}" if elsewhere[0] else "no section"
-        too = f" There is {' and '.join(others)} too." if others else ""
-        return f"{fault}: it belongs to {belongs}; did you mean {first}?{too}"
-    named = [name for name in ELSEWHERE if f".{place}".endswith(f".{name}") or name == key]
-    if not named and (near := get_close_matches(key, own, 1)):
-        return f"{fault}; did you mean {f'{section}.{near[0]}'.lstrip('.')}?"
-    # Without a similar key in this section, another library's name is suggested, but only if it is very similar.
-    if named := named or get_close_matches(key, ELSEWHERE, 1, cutoff=0.85):
-        return f"{fault}; did you mean {ELSEWHERE[named[0]]}? It corresponds to {named[0]} in other libraries."
-    for name, keys in sections.items():
-        if near := get_close_matches(key, keys, 1, cutoff=0.7):
-            return f"{fault}; did you mean {f'{name}.{near[0]}'.lstrip('.')}?"
-    return f"{fault}; the keys here are {', '.join(own)}" if own else fault
 
 
 def _replaced(settings: Any, path: list[str], value: Any, whole: str, root: Any) -> Any:

@@ -244,11 +244,15 @@ def test_rewards_with_wrong_arguments_are_refused_by_name() -> None:
 
     with pytest.raises(UsageError, match=r"parameter 'solution' without a default; .*did you mean 'solution_str'\?"):
         Reward(wrong)
+    with pytest.raises(UsageError, match=r"in place of TRL's 'completions', write 'responses'"):
+        Reward(lambda completions, **columns: [0.0])
+    with pytest.raises(UsageError, match=r"parameter 'answer' without a default; .*'row' has all columns of the data"):
+        Reward(lambda responses, answer: [0.0])
     with pytest.raises(UsageError, match="takes no input"):
         Reward(nothing)
     with pytest.raises(UsageError, match="mixes parameters of one response and of many"):
         Reward(mixed)
-    with pytest.raises(UsageError, match="a reward is a function"):
+    with pytest.raises(UsageError, match=r"a reward is a function.*got 'gsm8k'; names are for files of settings"):
         Reward("gsm8k")  # type: ignore[arg-type]
     for number in ("1", math.nan, True, None):
         with pytest.raises(UsageError, match=r"'brief': weight=.* must be a finite number"):

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from rlmesh.rl.faults import too_small
+from rlmesh.rl.faults import CheckedKeywords, too_small
 from rlmesh.rl.rollout.episodes.tools import ToolCallParser
 
 __all__ = ["EpisodeSettings"]
@@ -15,7 +15,7 @@ SECONDS = ("turn_timeout_s", "episode_timeout_s")
 
 
 @dataclass(frozen=True)
-class EpisodeSettings:
+class EpisodeSettings(CheckedKeywords):
     """Episodes of several turns, for a run with tools, an environment or an agent.
 
     Attributes:
