@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import pairwise
@@ -73,8 +73,6 @@ class Learner:
             self.generator.manual_seed(seed)
         self._parameters = [p for p in module.parameters() if p.requires_grad]
         self.optimizer = self.make_optimizer(self._parameters)
-        flat = self.optimizer.flat if isinstance(self.optimizer, FlatAdam) else None
-        self._weights = self._parameters if flat is None else [flat]  # the same memory
         convolutions = any(isinstance(layer, torch.nn.Conv2d) for layer in module.modules())
         small = sum(p.numel() for p in self._parameters) < SMALL and not convolutions
         self._threads: int | None = self.config.get("torch_threads") or (1 if small else None)
@@ -83,6 +81,14 @@ class Learner:
     def torch_threads(self) -> int | None:
         """Threads that torch is to use for passes over batches; None: as many as it uses anyway."""
         return self._threads
+
+    @property
+    def _weights(self) -> Sequence[torch.Tensor]:
+        """The values of all parameters that learn."""
+        if isinstance(self.optimizer, FlatAdam):
+            self.optimizer.attach()
+            return [self.optimizer.flat]
+        return self._parameters
 
     @classmethod
     def require_fit(cls, module: RLModule) -> None:
