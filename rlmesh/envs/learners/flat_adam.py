@@ -19,8 +19,8 @@ class FlatAdam:
     the number of layers. The constructor of an optimizer of torch imports torch's compiler, which takes one to two
     seconds.
 
-    A parameter whose values were moved elsewhere, as by ``module.to()``, ``vector_to_parameters``, or a copy of the
-    module, becomes a view again before its gradient is used. A parameter that was frozen since is left as it is.
+    A parameter whose values were moved elsewhere, as by ``module.to()`` or ``vector_to_parameters``, becomes a view
+    again in `zero_grad`. A parameter that was frozen since is left as it is.
 
     Args:
         parameters: of one element type, on one device.
@@ -88,7 +88,8 @@ class FlatAdam:
         return len({(p.dtype, p.device) for p in parameters}) == 1
 
     def zero_grad(self, set_to_none: bool = False) -> None:
-        """Set gradients to zero; they stay views of one tensor."""
+        """Set gradients to zero; they stay views of one tensor, and parameters that were moved become views again."""
+        self.attach()
         self._gather()
         self.gradient.zero_()
 
@@ -128,8 +129,7 @@ class FlatAdam:
         return [(part, part.clone()) for p, *parts in each if not p.requires_grad for part in parts]
 
     def _gather(self) -> None:
-        """Take in gradients that somebody replaced, for instance by ``module.zero_grad()``, and moved parameters."""
-        self.attach()
+        """Take in gradients that somebody replaced, for instance by ``module.zero_grad()``."""
         for p, own in zip(self.parameters, self._gradients, strict=True):
             if p.grad is not own:
                 own.zero_() if p.grad is None else own.copy_(p.grad)
