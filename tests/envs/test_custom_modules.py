@@ -9,9 +9,11 @@ import pytest
 import torch
 from torch import nn
 
-from rlmesh.envs import ActorCriticModule, EnvRunner, IMPALAConfig, ModulePolicy, PPOConfig
+from rlmesh.envs import ActorCriticModule, DQNConfig, EnvRunner, IMPALAConfig, ModulePolicy, PPOConfig
 from rlmesh.envs.learners.impala import IMPALALearner
 from rlmesh.envs.modules.numpy_forward import NumpyForward
+from rlmesh.envs.modules.q_module import QModule
+from rlmesh.errors import UsageError
 
 
 class FrozenEncoder(ActorCriticModule):
@@ -32,6 +34,31 @@ def test_layers_that_setup_freezes_stay_as_they_are(config: type[PPOConfig]) -> 
     for name in before:
         assert np.array_equal(before[name], after[name]) == name.startswith("encoder."), name
     algorithm.stop()
+
+
+class FrozenQ(QModule):
+    def setup(self) -> None:
+        super().setup()
+        self.requires_grad_(False)
+
+
+class FrozenPolicy(ActorCriticModule):
+    def setup(self) -> None:
+        super().setup()
+        self.requires_grad_(False)
+
+
+@pytest.mark.parametrize("config", [PPOConfig, DQNConfig])
+def test_a_module_that_is_frozen_as_a_whole_can_play_and_not_learn(config: type[PPOConfig]) -> None:
+    kind = FrozenQ if config is DQNConfig else FrozenPolicy
+    settings = config().environment("CartPole-v1").training(train_batch_size=40).rl_module(module_class=kind)
+    settings.update_from_dict({"minibatch_size": None, "min_env_steps_per_iteration": 0})
+    if config is DQNConfig:
+        settings.update_from_dict({"num_steps_sampled_before_learning_starts": 0})
+    with settings.build() as algorithm:
+        assert len(algorithm.env_runner.sample(20)) >= 20
+        with pytest.raises(UsageError, match=f"all parameters of {kind.__name__} were frozen"):
+            algorithm.train()
 
 
 class OwnValues(ActorCriticModule):

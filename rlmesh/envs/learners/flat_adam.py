@@ -50,7 +50,8 @@ class FlatAdam:
                 f"the parameters of a learner were moved since it was made, and are now {kinds}: move the whole module "
                 "alike, or make the policy anew"
             )
-        self.flat = torch.cat([p.detach().reshape(-1) for p in self.parameters])
+        values = [p.detach().reshape(-1) for p in self.parameters]
+        self.flat = torch.cat(values) if values else torch.zeros(0)
         self.gradient = torch.zeros_like(self.flat)
         self._step = torch.zeros((), dtype=torch.float32, device=self.flat.device)  # what the kernel reads
         self._views: list[torch.Tensor] = []
@@ -84,8 +85,8 @@ class FlatAdam:
 
     @staticmethod
     def fits(parameters: Iterable[torch.nn.Parameter]) -> bool:
-        """True for parameters of one element type on one device."""
-        return len({(p.dtype, p.device) for p in parameters}) == 1
+        """True for parameters of one element type on one device, and for none."""
+        return len({(p.dtype, p.device) for p in parameters}) <= 1
 
     def zero_grad(self, set_to_none: bool = False) -> None:
         """Set gradients to zero; they stay views of one tensor, and parameters that were moved become views again."""

@@ -223,8 +223,17 @@ class Learner:
         self.after_update(result)
         return {**result, "curr_lr": lr}
 
+    def require_parameters(self) -> None:
+        """Raise `UsageError` if there is nothing to learn."""
+        if not self._parameters:
+            raise UsageError(
+                f"{type(self).__name__}: all parameters of {type(self.module).__name__} were frozen when its learner "
+                "was made, so it cannot learn; with several agents, leave its policy out of policies_to_train"
+            )
+
     def check(self, batch: SampleBatch) -> None:
-        """Raise `UsageError` if the batch is empty or lacks a column."""
+        """Raise `UsageError` if the batch is empty or lacks a column, or if there is nothing to learn."""
+        self.require_parameters()
         if not len(batch):
             raise UsageError(f"{type(self).__name__}: the batch has no rows to learn from")
         lacks = [name for name in (*self.wants, *sequence_columns(self.states)) if name not in batch]

@@ -69,6 +69,7 @@ class OffPolicyLearner(Learner):
             UsageError: the batch lacks a column.
             FloatingPointError: a loss is NaN or infinite; no weight has been changed by it.
         """
+        self.require_parameters()
         lacks = [name for name in self.wants if name not in batch]
         if lacks:
             raise UsageError(f"{type(self).__name__} needs the column {lacks[0]!r}; the batch has {', '.join(batch)}")
