@@ -102,3 +102,30 @@ def test_an_update_that_fails_leaves_a_learner_that_reports() -> None:
     with pytest.raises((RuntimeError, IndexError)):
         learner.update(batch)
     assert learner.reports and not learner.module.training
+
+
+class TwoRates(PPOLearner):
+    def make_optimizer(self, parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
+        return torch.optim.SGD([{"params": parameters[:2], "lr": 0.01}, {"params": parameters[2:], "lr": 0.03}])
+
+
+PPO = {
+    "kl_coeff": 0.0, "clip_param": 0.2, "entropy_coeff": 0.0, "vf_loss_coeff": 0.5, "vf_clip_param": None,
+    "standardize_advantages": True,
+}  # fmt: skip
+
+
+def test_parameter_groups_keep_the_ratio_of_their_rates() -> None:
+    def made() -> TwoRates:
+        return TwoRates(ActorCriticModule(BOX, TWO), {**PPO, "lr": [[0, 0.02], [40, 0.0]], "seed": 1})
+
+    learner = made()
+    rates = []
+    for i in range(2):
+        assert learner.update(ppo_batch(10, i))["curr_lr"] == pytest.approx(0.02 * (1 - i / 4))
+        rates.append([group["lr"] for group in learner.optimizer.param_groups])
+    restored = made()
+    restored.set_state(learner.get_state())
+    restored.update(ppo_batch(10, 2))
+    rates.append([group["lr"] for group in restored.optimizer.param_groups])
+    assert np.array(rates) == pytest.approx(np.outer([1, 0.75, 0.5], [0.02, 0.06]))

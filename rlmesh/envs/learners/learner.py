@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import pairwise
@@ -66,6 +66,7 @@ class Learner:
         self.states = list(module.get_initial_state())
         self._longest: int = module.model_config.get("max_seq_len", MAX_SEQ_LEN)
         self.partners: Partners = ALONE
+        self._ratios: list[float] | None = None
         self.generator = torch.Generator()
         if (seed := self.config.get("seed")) is None:
             self.generator.seed()  # of this generator alone: the global one belongs to the program
@@ -73,8 +74,6 @@ class Learner:
             self.generator.manual_seed(seed)
         self._parameters = [p for p in module.parameters() if p.requires_grad]
         self.optimizer = self.make_optimizer(self._parameters)
-        flat = self.optimizer.flat if isinstance(self.optimizer, FlatAdam) else None
-        self._weights = self._parameters if flat is None else [flat]  # the same memory
         convolutions = any(isinstance(layer, torch.nn.Conv2d) for layer in module.modules())
         small = sum(p.numel() for p in self._parameters) < SMALL and not convolutions
         self._threads: int | None = self.config.get("torch_threads") or (1 if small else None)
@@ -83,6 +82,14 @@ class Learner:
     def torch_threads(self) -> int | None:
         """Threads that torch is to use for passes over batches; None: as many as it uses anyway."""
         return self._threads
+
+    @property
+    def _weights(self) -> Sequence[torch.Tensor]:
+        """The values of all parameters that learn."""
+        if isinstance(self.optimizer, FlatAdam):
+            self.optimizer.attach()
+            return [self.optimizer.flat]
+        return self._parameters
 
     @classmethod
     def require_fit(cls, module: RLModule) -> None:
@@ -95,11 +102,34 @@ class Learner:
             )
 
     def make_optimizer(self, parameters: list[torch.nn.Parameter]) -> FlatAdam | torch.optim.Optimizer:
-        """The optimizer: Adam; a subclass may return one of torch's."""
+        """The optimizer: Adam; a subclass may return one of torch's.
+
+        The rate of its first group of parameters becomes ``lr``; the rates of other groups keep their ratio to it.
+        """
         lr = scheduled(self.config["lr"], 0)
         if FlatAdam.fits(parameters):
             return FlatAdam(parameters, lr, eps=self.config["adam_epsilon"])
         return torch.optim.Adam(parameters, lr=lr, eps=self.config["adam_epsilon"])
+
+    def optimizers(self) -> list[FlatAdam | torch.optim.Optimizer]:
+        """All optimizers."""
+        return [self.optimizer]
+
+    def set_lr(self, step: int) -> float:
+        """Set the learning rates to those of a step; returns the first one."""
+        ratios, lr = self._lr_ratios(), scheduled(self.config["lr"], step)
+        groups = [group for optimizer in self.optimizers() for group in optimizer.param_groups]
+        for group, ratio in zip(groups, ratios, strict=True):
+            group["lr"] = lr * ratio
+        return float(groups[0]["lr"])
+
+    def _lr_ratios(self) -> list[float]:
+        """The rate of each group of parameters, by that of the first one, as the optimizers were made."""
+        if self._ratios is None:
+            groups = [group for optimizer in self.optimizers() for group in optimizer.param_groups]
+            first = float(groups[0]["lr"])
+            self._ratios = [float(group["lr"]) / first if first else 1.0 for group in groups]
+        return self._ratios
 
     def loss(self, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """The loss of a minibatch, and statistics: tensors without axes, averaged over the last epoch.
@@ -162,9 +192,7 @@ class Learner:
 
         parts = min(-(-rows // (config["minibatch_size"] or rows)), units)
         bounds = [units * i // parts for i in range(parts + 1)]
-        lr = scheduled(config["lr"], self.steps)
-        for group in self.optimizer.param_groups:
-            group["lr"] = lr
+        lr = self.set_lr(self.steps)
         self.before_update()
         sums: dict[str, torch.Tensor] = {}
         with threads(self._threads), self.training(), self._kept_if_it_fails():
@@ -195,8 +223,17 @@ class Learner:
         self.after_update(result)
         return {**result, "curr_lr": lr}
 
+    def require_parameters(self) -> None:
+        """Raise `UsageError` if there is nothing to learn."""
+        if not self._parameters:
+            raise UsageError(
+                f"{type(self).__name__}: all parameters of {type(self.module).__name__} were frozen when its learner "
+                "was made, so it cannot learn; with several agents, leave its policy out of policies_to_train"
+            )
+
     def check(self, batch: SampleBatch) -> None:
-        """Raise `UsageError` if the batch is empty or lacks a column."""
+        """Raise `UsageError` if the batch is empty or lacks a column, or if there is nothing to learn."""
+        self.require_parameters()
         if not len(batch):
             raise UsageError(f"{type(self).__name__}: the batch has no rows to learn from")
         lacks = [name for name in (*self.wants, *sequence_columns(self.states)) if name not in batch]
@@ -319,6 +356,7 @@ class Learner:
 
     def set_state(self, state: Mapping[str, Any]) -> None:
         """Take over a state of `get_state`."""
+        self._lr_ratios()  # as they were made, before the rates of the state are there
         self.optimizer.load_state_dict(state["optimizer"])
         self.generator.set_state(state["generator"])
         self.steps = state["steps"]

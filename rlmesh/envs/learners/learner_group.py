@@ -120,9 +120,13 @@ class LearnerGroup:
         return {policy_id: policy.get_weights() for policy_id, policy in self.policies.items()}
 
     def set_weights(self, weights: Mapping[str, Any]) -> None:
-        """Take over weights by policy id, at all learners."""
+        """Take over weights by policy id, at all learners, for target networks too."""
         for policy_id, each in weights.items():
-            self._policy(policy_id).set_weights(each)
+            policy = self._policy(policy_id)
+            policy.set_weights(each)
+            learner: Any = getattr(policy, "learner", None)
+            if hasattr(learner, "follow"):
+                learner.follow(1.0)
 
     def get_state(self) -> dict[str, Any]:
         """Weights, optimizers and counters by policy id, those of the last update."""

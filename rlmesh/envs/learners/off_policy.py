@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, ClassVar
 
 import numpy as np
@@ -13,10 +14,9 @@ from torch import nn
 from rlmesh.envs.batches import columns
 from rlmesh.envs.learners.flat_adam import FlatAdam
 from rlmesh.envs.learners.learner import Learner, threads
-from rlmesh.envs.learners.schedule import scheduled
 from rlmesh.errors import UsageError
 
-__all__ = ["AnyOptimizer", "OffPolicyLearner"]
+__all__ = ["AnyOptimizer", "OffPolicyLearner", "frozen", "trainable"]
 
 AnyOptimizer = FlatAdam | torch.optim.Optimizer
 
@@ -48,10 +48,6 @@ class OffPolicyLearner(Learner):
         """The part of the module that has a target."""
         return self.module
 
-    def optimizers(self) -> list[AnyOptimizer]:
-        """All optimizers; their learning rate is ``lr``."""
-        return [self.optimizer]
-
     def adam(self, parameters: Any) -> AnyOptimizer:
         """The optimizer of some parameters."""
         return self.make_optimizer(list(parameters))
@@ -73,14 +69,12 @@ class OffPolicyLearner(Learner):
             UsageError: the batch lacks a column.
             FloatingPointError: a loss is NaN or infinite; no weight has been changed by it.
         """
+        self.require_parameters()
         lacks = [name for name in self.wants if name not in batch]
         if lacks:
             raise UsageError(f"{type(self).__name__} needs the column {lacks[0]!r}; the batch has {', '.join(batch)}")
         tensors = {name: torch.from_numpy(batch[name]) for name in (*self.wants, *self.may_have) if name in batch}
-        lr = scheduled(self.config["lr"], self.steps if self.sampled is None else self.sampled)
-        for optimizer in self.optimizers():
-            for group in optimizer.param_groups:
-                group["lr"] = lr
+        lr = self.set_lr(self.steps if self.sampled is None else self.sampled)
         with threads(self._threads), self.training():
             stats = self.step(tensors)
         self.updates += 1
@@ -132,3 +126,21 @@ class OffPolicyLearner(Learner):
         self.target.load_state_dict(state["target"])
         for optimizer, each in zip(self.optimizers(), state["optimizers"], strict=True):
             optimizer.load_state_dict(each)
+
+
+def trainable(module: nn.Module) -> list[nn.Parameter]:
+    """The parameters of a module that are not frozen."""
+    return [p for p in module.parameters() if p.requires_grad]
+
+
+@contextmanager
+def frozen(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
+    """Let parameters get no gradients of what is computed in the block; those that were frozen before stay so."""
+    given = [p for p in parameters if p.requires_grad]
+    for p in given:
+        p.requires_grad_(False)
+    try:
+        yield
+    finally:
+        for p in given:
+            p.requires_grad_(True)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from rlmesh.envs.batches import columns
-from rlmesh.envs.learners.off_policy import AnyOptimizer, OffPolicyLearner
+from rlmesh.envs.learners.off_policy import AnyOptimizer, OffPolicyLearner, frozen, trainable
 from rlmesh.envs.modules.continuous import SACModule, TwinCritic
 
 __all__ = ["SACLearner"]
@@ -29,7 +29,7 @@ class SACLearner(OffPolicyLearner):
     def __init__(self, module: Any, config: Mapping[str, Any]) -> None:
         super().__init__(module, config)
         self.log_alpha = torch.tensor(math.log(self.config["initial_alpha"]), requires_grad=True)
-        self._critic, self._actor = list(self.module.critic.parameters()), list(self.module.actor.parameters())
+        self._critic, self._actor = (trainable(part) for part in (self.module.critic, self.module.actor))
         self.optimizer, self.actor_optimizer = self.adam(self._critic), self.adam(self._actor)
         self.alpha_optimizer = self.adam([self.log_alpha])
         wanted = self.config["target_entropy"]
@@ -53,11 +53,8 @@ class SACLearner(OffPolicyLearner):
         self.descend("critic loss", critic_loss, self.optimizer, self._critic)
         self.td_errors = (targets - values.detach().mean(0)).numpy()
         actions, log_prob = self._drawn(obs)
-        for parameter in self._critic:
-            parameter.requires_grad_(False)
-        actor_loss = (alpha * log_prob - self.module.critic(obs, actions).amin(0)).mean()
-        for parameter in self._critic:
-            parameter.requires_grad_(True)
+        with frozen(self._critic):
+            actor_loss = (alpha * log_prob - self.module.critic(obs, actions).amin(0)).mean()
         self.descend("actor loss", actor_loss, self.actor_optimizer, self._actor)
         entropy = -log_prob.detach().mean()
         self.descend("temperature loss", self.log_alpha * (entropy - self.target_entropy), self.alpha_optimizer,

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from rlmesh.envs.batches import columns
-from rlmesh.envs.learners.off_policy import AnyOptimizer, OffPolicyLearner
+from rlmesh.envs.learners.off_policy import AnyOptimizer, OffPolicyLearner, frozen, trainable
 from rlmesh.envs.modules.continuous import TD3Module
 
 __all__ = ["TD3Learner"]
@@ -26,7 +26,7 @@ class TD3Learner(OffPolicyLearner):
 
     def __init__(self, module: Any, config: Mapping[str, Any]) -> None:
         super().__init__(module, config)
-        self._critic, self._actor = list(self.module.critic.parameters()), list(self.module.actor.parameters())
+        self._critic, self._actor = (trainable(part) for part in (self.module.critic, self.module.actor))
         self.optimizer, self.actor_optimizer = self.adam(self._critic), self.adam(self._actor)
         self._actor_loss = torch.tensor(0.0)
 
@@ -52,11 +52,8 @@ class TD3Learner(OffPolicyLearner):
         self.descend("critic loss", critic_loss, self.optimizer, self._critic)
         self.td_errors = (targets - values.detach().mean(0)).numpy()
         if (self.updates + 1) % config["policy_delay"] == 0:
-            for parameter in self._critic:
-                parameter.requires_grad_(False)
-            actor_loss = -self.module.critic(obs, torch.tanh(self.module.actor(obs)))[0].mean()
-            for parameter in self._critic:
-                parameter.requires_grad_(True)
+            with frozen(self._critic):
+                actor_loss = -self.module.critic(obs, torch.tanh(self.module.actor(obs)))[0].mean()
             self.descend("actor loss", actor_loss, self.actor_optimizer, self._actor)
             self._actor_loss = actor_loss.detach()
             self.follow(config["tau"])

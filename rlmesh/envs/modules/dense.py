@@ -12,7 +12,7 @@ from torch import nn
 from rlmesh.envs.modules.activations import Tanh, numpy_can, tanh
 from rlmesh.envs.modules.encoders import Features
 
-__all__ = ["through"]
+__all__ = ["plain_layers", "through"]
 
 _KINDS: dict[type[nn.Module], str] = {Tanh: "tanh", nn.Tanh: "tanh", nn.ReLU: "relu"}
 Steps = tuple[str | None, ...]
@@ -26,7 +26,7 @@ def through(x: torch.Tensor, *networks: nn.Module) -> torch.Tensor:
     and with activations in place: small networks spend a good part of a pass on these. All else is called as it is:
     layers with hooks, subclasses of layers, transformed functions. Gradients may be differentiated again.
     """
-    layers = _plain_layers(networks)
+    layers = plain_layers(networks)
     if layers is not None and layers and type(layers[0]) is Features:
         x, layers = layers[0](x), layers[1:]
         networks = tuple(layers)
@@ -41,7 +41,7 @@ def through(x: torch.Tensor, *networks: nn.Module) -> torch.Tensor:
     return _outputs(x.detach(), steps, parameters)[-1]
 
 
-def _plain_layers(networks: Iterable[nn.Module]) -> list[nn.Module] | None:
+def plain_layers(networks: Iterable[nn.Module]) -> list[nn.Module] | None:
     """The layers of networks that are one another's sequence; None if anybody wants to see what goes through them."""
     layers: list[nn.Module] = []
     for network in networks:
@@ -50,7 +50,7 @@ def _plain_layers(networks: Iterable[nn.Module]) -> list[nn.Module] | None:
         if network._backward_pre_hooks or "forward" in vars(network):
             return None
         if type(network) is nn.Sequential:
-            inner = _plain_layers(network._modules.values())
+            inner = plain_layers(network._modules.values())
             if inner is None:
                 return None
             layers += inner

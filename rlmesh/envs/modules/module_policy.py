@@ -42,7 +42,6 @@ class ModulePolicy(Policy):
                 torch.manual_seed(seed)
             module_class: type[RLModule] = self.config.get("module_class") or ActorCriticModule
             self.module = module_class(observation_space, action_space, self.config.get("model_config"))
-        self.module.requires_grad_(True)
         self.module.eval()  # learners switch to training for the time of an update
         if (learner_class := self.config.get("learner_class")) is not None:
             learner_class.require_fit(self.module)

@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from rlmesh.envs.modules.activations import Tanh
+from rlmesh.envs.modules.dense import plain_layers
 from rlmesh.envs.modules.encoders import Features, LogStdColumns
 from rlmesh.envs.modules.numpy_layers import Layer, NumpyLayers
 
@@ -36,10 +37,13 @@ def layers_by_name(net: nn.Module, owner: nn.Module | None = None) -> list[Layer
     Args:
         owner: the module whose names of parameters are taken; None: the network.
     """
-    layers = _flat(net)
-    if layers and isinstance(layers[0], Features) and layers[0].is_plain:
+    flat = plain_layers([net])
+    if flat is None or nn.modules.module._has_any_global_hook():
+        return None
+    layers = [layer for layer in flat if type(layer) is not nn.Identity]
+    if layers and type(layers[0]) is Features and layers[0].is_plain:
         layers = layers[1:]
-    linear = [layer for layer in layers if isinstance(layer, nn.Linear)]
+    linear = [layer for layer in layers if type(layer) is nn.Linear]  # a subclass may compute something else
     if not linear or len(linear) + sum(type(layer) in (*_PLAIN, LogStdColumns) for layer in layers) != len(layers):
         return None
     wide = max(max(layer.in_features, layer.out_features) for layer in linear) > LARGEST
@@ -49,15 +53,9 @@ def layers_by_name(net: nn.Module, owner: nn.Module | None = None) -> list[Layer
     names = {id(parameter): name for name, parameter in (owner or net).named_parameters()}
     return [
         ("linear", names[id(layer.weight)], names[id(layer.bias)])
-        if isinstance(layer, nn.Linear)
+        if type(layer) is nn.Linear
         else ("columns", names[id(layer.log_std)])
         if isinstance(layer, LogStdColumns)
         else (_PLAIN[type(layer)],)
         for layer in layers
     ]
-
-
-def _flat(net: nn.Module) -> list[nn.Module]:
-    if isinstance(net, nn.Sequential):
-        return [layer for child in net for layer in _flat(child)]
-    return [] if isinstance(net, nn.Identity) else [net]

@@ -200,11 +200,8 @@ class ActorCriticModule(RLModule):
         return {columns.ACTION_DIST_INPUTS: through(batch[columns.OBS], self.encoder, self.policy_head)}
 
     def compute_values(self, batch: Mapping[str, Any]) -> torch.Tensor:
-        """Values of observations, ``[rows]``, by the value head alone.
-
-        A subclass whose `forward_train` returns other ``vf_preds`` overrides this method too.
-        """
-        if self.memory is not None:
+        """Values of observations, ``[rows]``, by the value head alone, unless a subclass has a `forward_train`."""
+        if self.memory is not None or type(self).forward_train is not ActorCriticModule.forward_train:
             return super().compute_values(batch)
         encoder = self.encoder if self.value_encoder is None else self.value_encoder
         return through(batch[columns.OBS], encoder, self.value_head).squeeze(-1)

@@ -63,9 +63,10 @@ def test_schedules_of_the_learning_rate_count_sampled_steps() -> None:
 
 
 @pytest.mark.parametrize("kind", [DQNConfig, *CONTINUOUS])
-def test_targets_take_over_weights_that_are_set(kind: Any) -> None:
+@pytest.mark.parametrize("by_group", [False, True])
+def test_targets_take_over_weights_that_are_set(kind: Any, by_group: bool) -> None:
     with small(kind).build() as one, small(kind).debugging(seed=2).build() as other:
-        one.set_weights(other.get_weights())
+        (one.learner_group if by_group else one).set_weights(other.get_weights())
         learner = one.learner
         for target, online in zip(learner.target.parameters(), learner.followed().parameters(), strict=True):
             assert np.array_equal(target.detach().numpy(), online.detach().numpy())

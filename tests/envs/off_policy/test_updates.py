@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from typing import Any
 
 import numpy as np
@@ -203,6 +205,47 @@ def test_the_targets_of_td3_and_its_delay() -> None:
     assert float(module.uniform) == 1
     learner.prepare_exploration(10)
     assert float(module.uniform) == 0
+
+
+@pytest.mark.parametrize("kind", [SACLearner, TD3Learner])
+@pytest.mark.parametrize("late", [False, True])
+def test_a_critic_that_is_frozen_in_part_stays_so(kind: Any, late: bool) -> None:
+    module = (SACModule if kind is SACLearner else TD3Module)(OBS, BOX, SMALL)
+    config = {
+        "initial_alpha": 0.5, "target_entropy": "auto", "policy_delay": 1, "target_noise": 0.2,
+        "target_noise_clip": 0.5,
+    }  # fmt: skip
+    rows = batch(np.random.default_rng(1).uniform(-1, 1, (6, 2)).astype(np.float32))
+    first, *_, last = module.critic.parameters()
+    if late:
+        learner = kind(module, {**COMMON, **config})
+        learner.update(rows)
+    first.requires_grad_(False)
+    if not late:
+        learner = kind(module, {**COMMON, **config})
+    before, other = first.detach().clone(), last.detach().clone()
+    for _ in range(3):
+        learner.update(rows)
+    assert torch.equal(first, before) and not first.requires_grad
+    assert not torch.equal(last, other) and last.requires_grad
+
+
+@pytest.mark.parametrize("kind", [SACLearner, TD3Learner])
+def test_a_copy_of_a_learner_goes_on_as_the_learner_would(kind: Any) -> None:
+    module = (SACModule if kind is SACLearner else TD3Module)(OBS, BOX, SMALL)
+    config = {
+        "initial_alpha": 0.5, "target_entropy": "auto", "policy_delay": 1, "target_noise": 0.2,
+        "target_noise_clip": 0.5,
+    }  # fmt: skip
+    learner = kind(module, {**COMMON, **config})
+    rows = batch(np.random.default_rng(1).uniform(-1, 1, (6, 2)).astype(np.float32))
+    learner.update(rows)
+    others = copy.deepcopy(learner), pickle.loads(pickle.dumps(learner))
+    stats = [[each.update(rows) for _ in range(3)] for each in (learner, *others)]
+    assert stats[0] == stats[1] == stats[2]
+    for other in others:
+        for one, same in zip(learner.target.parameters(), other.target.parameters(), strict=True):
+            assert torch.equal(one, same)
 
 
 @pytest.mark.parametrize("reward", [np.nan, np.inf])
