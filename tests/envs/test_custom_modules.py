@@ -49,7 +49,7 @@ class FrozenPolicy(ActorCriticModule):
 
 
 @pytest.mark.parametrize("config", [PPOConfig, DQNConfig])
-def test_a_module_that_is_frozen_as_a_whole_can_play_and_not_learn(config: type[PPOConfig]) -> None:
+def test_a_module_that_is_frozen_as_a_whole_can_play_and_not_learn(config: Any) -> None:
     kind = FrozenQ if config is DQNConfig else FrozenPolicy
     settings = config().environment("CartPole-v1").training(train_batch_size=40).rl_module(module_class=kind)
     settings.update_from_dict({"minibatch_size": None, "min_env_steps_per_iteration": 0})
@@ -74,7 +74,7 @@ def test_advantages_are_by_the_values_that_forward_train_gives() -> None:
     config = {"module_class": OwnValues, "estimate_advantages": True, "gamma": 0.9, "lambda_": 0.0}
     runner = EnvRunner("CartPole-v1", ModulePolicy, policy_config=config, seed=3)
     batch = runner.sample(60)
-    module = runner.policy.module
+    module: Any = runner.policy.module  # type: ignore[attr-defined]
     values, after = (module.forward_train({"obs": torch.from_numpy(batch[name])})["vf_preds"] for name in
                      ("obs", "new_obs"))  # fmt: skip
     assert batch["vf_preds"] == pytest.approx(values.detach().numpy(), abs=1e-5)
@@ -86,15 +86,15 @@ def test_v_trace_bootstraps_from_the_values_that_forward_train_gives() -> None:
     runner = EnvRunner("CartPole-v1", ModulePolicy, policy_config={"module_class": OwnValues}, seed=3)
     batch = runner.sample(7)
     assert not batch["terminateds"].any()
-    settings = {"entropy_coeff": 0.0, "vf_loss_coeff": 0.5, "gamma": 0.9}
+    settings: dict[str, Any] = {"entropy_coeff": 0.0, "vf_loss_coeff": 0.5, "gamma": 0.9}
     settings |= dict.fromkeys(("vtrace_clip_rho_threshold", "vtrace_clip_pg_rho_threshold"))
-    learner = IMPALALearner(runner.policy.module, settings)
+    learner = IMPALALearner(runner.policy.module, settings)  # type: ignore[attr-defined]
     tensors = learner.tensors_of(batch)
     with torch.no_grad():
         values = learner.module.forward_train(tensors)["vf_preds"]
         last = learner.module.forward_train({"obs": tensors["end_obs"]})["vf_preds"].item()
         targets, _ = learner.traced(tensors, tensors["action_logp"], values)
-    returns = []
+    returns: list[float] = []
     for reward in batch["rewards"][::-1]:
         last = reward + 0.9 * last
         returns.insert(0, last)
@@ -108,7 +108,7 @@ class Shifted(nn.Linear):
 
 class Residual(nn.Sequential):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        found: torch.Tensor = x + super().forward(x)
+        found: torch.Tensor = x + super().forward(x)  # type: ignore[no-untyped-call]
         return found
 
 
@@ -135,7 +135,8 @@ class OfInstance(ActorCriticModule):
     def setup(self) -> None:
         super().setup()
         layer: Any = self.policy_head[-1]
-        layer.forward = lambda x: 3 * nn.Linear.forward(layer, x) + 1
+        forward: Any = nn.Linear.forward
+        layer.forward = lambda x: 3 * forward(layer, x) + 1
 
 
 class OfPruned(ActorCriticModule):
@@ -157,7 +158,7 @@ class OfNorm(ActorCriticModule):
 @pytest.mark.parametrize("kind", [OfSubclass, OfResidual, OfHook, OfInstance, OfPruned, OfNorm])
 def test_runners_act_by_the_network_that_is_trained(kind: type[ActorCriticModule]) -> None:
     runner = EnvRunner("CartPole-v1", ModulePolicy, policy_config={"module_class": kind}, seed=3)
-    module = runner.policy.module
+    module: Any = runner.policy.module  # type: ignore[attr-defined]
     assert NumpyForward.of(module.exploration_layers()) is None
     batch = runner.sample(40)
     with torch.no_grad():

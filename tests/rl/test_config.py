@@ -10,6 +10,7 @@ import sys
 import textwrap
 import time
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -328,22 +329,24 @@ def test_names_of_other_libraries_lead_to_settings_that_exist() -> None:
 
 
 @pytest.mark.parametrize(
-    ("made", "suggested"),
+    ("kind", "keywords", "suggested"),
     [
-        (lambda: ActorSettings(learning_rte=1e-6, rank=2), r"ActorSettings\(rank=…\): .*did you mean ranks\?"),
-        (lambda: ActorSettings(learning_rate=1e-6), r"did you mean actor\.lr\?"),
-        (lambda: RolloutSettings(max_new_tokens=5), r"did you mean rollout\.max_tokens\?"),
-        (lambda: GRPO(num_generations=8), r"GRPO\(num_generations=…\): .*did you mean algorithm\.samples\?"),
-        (lambda: Mine(sampels=8), r"Mine\(sampels=…\): .*did you mean samples\?"),
-        (lambda: Correction(uper=2.0), r"did you mean upper\?"),
-        (lambda: Reward(is_a, wieght=2.0), r"Reward\(wieght=…\): .*did you mean weight\?"),
-        (lambda: Run(lr=1e-6), r"belongs to the section actor; did you mean actor\.lr\? There is critic\.lr too"),
-        (lambda: replace(ActorSettings(), max_grad_nrm=1.0), r"did you mean max_grad_norm\?"),
+        (ActorSettings, {"learning_rte": 1e-6, "rank": 2}, r"ActorSettings\(rank=…\): .*did you mean ranks\?"),
+        (ActorSettings, {"learning_rate": 1e-6}, r"did you mean actor\.lr\?"),
+        (RolloutSettings, {"max_new_tokens": 5}, r"did you mean rollout\.max_tokens\?"),
+        (GRPO, {"num_generations": 8}, r"GRPO\(num_generations=…\): .*did you mean algorithm\.samples\?"),
+        (Mine, {"sampels": 8}, r"Mine\(sampels=…\): .*did you mean samples\?"),
+        (Correction, {"uper": 2.0}, r"did you mean upper\?"),
+        (partial(Reward, is_a), {"wieght": 2.0}, r"Reward\(wieght=…\): .*did you mean weight\?"),
+        (Run, {"lr": 1e-6}, r"belongs to the section actor; did you mean actor\.lr\? There is critic\.lr too"),
+        (partial(replace, ActorSettings()), {"max_grad_nrm": 1.0}, r"did you mean max_grad_norm\?"),
     ],
 )
-def test_a_wrong_keyword_in_python_is_answered_with_the_right_one(made: Any, suggested: str) -> None:
+def test_a_wrong_keyword_in_python_is_answered_with_the_right_one(
+    kind: Any, keywords: dict[str, Any], suggested: str
+) -> None:
     with pytest.raises(TypeError, match=suggested):
-        made()
+        kind(**keywords)
 
 
 class Handmade(Algorithm):

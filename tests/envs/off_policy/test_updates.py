@@ -217,12 +217,11 @@ def test_a_critic_that_is_frozen_in_part_stays_so(kind: Any, late: bool) -> None
     }  # fmt: skip
     rows = batch(np.random.default_rng(1).uniform(-1, 1, (6, 2)).astype(np.float32))
     first, *_, last = module.critic.parameters()
+    first.requires_grad_(late)
+    learner = kind(module, {**COMMON, **config})
     if late:
-        learner = kind(module, {**COMMON, **config})
         learner.update(rows)
-    first.requires_grad_(False)
-    if not late:
-        learner = kind(module, {**COMMON, **config})
+        first.requires_grad_(False)
     before, other = first.detach().clone(), last.detach().clone()
     for _ in range(3):
         learner.update(rows)
