@@ -216,6 +216,7 @@ def test_roles_that_share_a_device_take_turns(folder: Path) -> None:
     assert found(2**31, placement="shared").fits
 
 
+@pytest.mark.slow
 def test_sharded_engines_hold_their_share(folder: Path) -> None:
     def actor(train: str) -> Any:
         return fit(Run(**{**vars(run_of(folder, ranks=4)), "train": train}), NO_ROOM).roles[0]

@@ -65,7 +65,7 @@ def test_all_faults_of_the_settings_come_in_one_message() -> None:
         ({"validation": 3}, "validation=3 must be a file"),
         ({"data": [3]}, "data: 3 is no row and no file"),
         ({"data": ["a.jsonl", {"prompt": "a"}]}, "data has both rows and files"),
-        ({"rewards": 3}, "a reward is a function, got int"),
+        ({"rewards": 3}, "a reward is a function, such as gsm8k.compute_score, got 3"),
         ({"trackers": 3}, "trackers=3 must be a list, such as [1, 2]"),
         (
             {"actor": ActorSettings(lora=LoraSettings(alpha=8.0))},
