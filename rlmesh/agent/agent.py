@@ -75,8 +75,8 @@ class Agent:
         self._runtime = runtime
         self._loop = asyncio.get_running_loop()
         self._table = ProcessTable(self._on_exit)
-        self._master_child = self._table.adopt("master", started.master.pid) if started.master else None
-        self._keeper = MasterKeeper(config, started.master)
+        self._master_child = self._table.adopt("master", started.master) if started.master else None
+        self._keeper = MasterKeeper(config)
         self._spawner = Spawner(config, self._table, started.env, started.zygotes)
         self._cleanup = Cleanup(config, self._table)
         self._ports: list[socket.socket] = []
@@ -261,7 +261,6 @@ class Agent:
 
     def _master_ended(self, ended: Ended) -> None:
         if self._closing or ended.exit_code == 0:
-            self._keeper.release()
             self._end(_NodeEnd(f"the master {ended.describe()}"))
             return
         verdict = self._keeper.ended(ended)
@@ -363,7 +362,6 @@ class Agent:
 
     async def _end_master(self) -> None:
         """End the master, which may be about to end by itself and have files to close."""
-        self._keeper.release()
         if self._master_child is not None and self._master_child in self._table:
             await asyncio.wait([self._master_child.ended], timeout=MASTER_WAIT_S)
             await stop(self._table, [self._master_child], SERVICE_GRACE_S)

@@ -9,10 +9,10 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from rlmesh.agent.processes.process import held_input, start_process
+from rlmesh.agent.processes.process import memory_input, start_process
 from rlmesh.agent.protocol import AgentConfig
 
-__all__ = ["Boot", "MasterStart", "ZygoteStart", "boot", "start_master", "start_zygotes", "worker_environment"]
+__all__ = ["Boot", "ZygoteStart", "boot", "start_master", "start_zygotes", "worker_environment"]
 
 REQUEST_FD = 0
 PRELOAD_FD = 3
@@ -30,20 +30,12 @@ class ZygoteStart:
 
 
 @dataclass(frozen=True, slots=True)
-class MasterStart:
-    """The master's process. It ends when ``lifeline``, the write end of its standard input, is closed."""
-
-    pid: int
-    lifeline: int
-
-
-@dataclass(frozen=True, slots=True)
 class Boot:
-    """The processes that were started, and the environment of workers."""
+    """The processes that were started, and the environment of workers. ``master`` is a process number."""
 
     env: Mapping[str, str]
     zygotes: ZygoteStart | None
-    master: MasterStart | None
+    master: int | None
 
 
 def boot(config: AgentConfig, line: bytes) -> Boot:
@@ -66,15 +58,17 @@ def worker_environment(config: AgentConfig) -> dict[str, str]:
     return env
 
 
-def start_master(config: AgentConfig, line: bytes) -> MasterStart:
-    """Start the master with the agent's configuration on its standard input; its log is ``logs/master.log``."""
-    read, lifeline = held_input(line)
-    argv = [sys.executable, "-P", "-u", "-m", "rlmesh.master.prime_master"]
+def start_master(config: AgentConfig, line: bytes) -> int:
+    """Start the master, with the agent's configuration on its standard input, and return its process number.
+
+    The master's log is ``logs/master.log``. The kernel kills the master when the calling thread ends.
+    """
+    argv = [sys.executable, "-P", "-u", "-m", "rlmesh.master.prime_master", str(os.getpid())]
+    given = memory_input(line)
     try:
-        pid = start_process(argv, os.environ, log_path=f"{config.run_dir}/logs/master.log", inherit={0: read})
+        return start_process(argv, os.environ, log_path=f"{config.run_dir}/logs/master.log", inherit={0: given})
     finally:
-        os.close(read)
-    return MasterStart(pid, lifeline)
+        os.close(given)
 
 
 def start_zygotes(config: AgentConfig, env: Mapping[str, str]) -> ZygoteStart:

@@ -7,13 +7,12 @@ again ends the job, with the first of the deaths as the cause.
 from __future__ import annotations
 
 import logging
-import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from rlmesh.agent.boot import MasterStart, start_master
+from rlmesh.agent.boot import start_master
 from rlmesh.agent.monitoring.logs import last_lines
 from rlmesh.agent.node_start import encode_config
 from rlmesh.agent.processes.process import Ended
@@ -66,7 +65,7 @@ class MasterBudget:
 
 
 class _Starter(Protocol):
-    def __call__(self, config: AgentConfig, line: bytes) -> MasterStart: ...
+    def __call__(self, config: AgentConfig, line: bytes) -> int: ...
 
 
 class MasterKeeper:
@@ -74,22 +73,19 @@ class MasterKeeper:
 
     Args:
         config: the agent's configuration.
-        started: the first master; None where the master runs on another node.
         start: starts a master.
     """
 
     def __init__(
-        self, config: AgentConfig, started: MasterStart | None, *, start: _Starter = start_master,
-        clock: Callable[[], float] = time.monotonic, budget: MasterBudget | None = None,
+        self, config: AgentConfig, *, start: _Starter = start_master, clock: Callable[[], float] = time.monotonic,
+        budget: MasterBudget | None = None,
     ) -> None:  # fmt: skip
         self._config, self._start, self._clock = config, start, clock
         self._budget = budget or MasterBudget()
         self._deaths: list[tuple[float, str]] = []
-        self._lifeline = started.lifeline if started else None
 
     def ended(self, ended: Ended) -> Verdict:
         """Decide what follows after the master ended before the job did."""
-        self.release()
         lines = last_lines(f"{self._config.run_dir}/logs/master.log")
         tail = "".join(f"\n    {line}" for line in lines)
         if ended.exit_code == STATE_REFUSED:
@@ -104,13 +100,6 @@ class MasterKeeper:
             LaunchError: the master could not be started.
         """
         config = replace(self._config, start_master=True)
-        started = self._start(config, encode_config(config))
-        self._lifeline = started.lifeline
-        logger.info("the master is started again as pid %d", started.pid)
-        return started.pid
-
-    def release(self) -> None:
-        """Close the master's standard input: a master that still runs learns that its agent is done."""
-        if self._lifeline is not None:
-            os.close(self._lifeline)
-            self._lifeline = None
+        pid = self._start(config, encode_config(config))
+        logger.info("the master is started again as pid %d", pid)
+        return pid

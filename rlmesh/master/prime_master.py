@@ -1,4 +1,5 @@
-"""The master's process: ``python -m rlmesh.master.prime_master`` with an agent's configuration on stdin.
+"""The master's process: ``python -m rlmesh.master.prime_master PID``, with the configuration of the agent that has
+this process number on its standard input.
 
 ``PrimeMaster`` is the I/O shell around ``JobManager``: it turns calls of agents, workers and the driver into
 events, and lets ``Executor`` carry out the actions. Calls between members never pass through it.
@@ -10,6 +11,7 @@ import asyncio
 import logging
 import os
 import pickle
+import signal
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -23,6 +25,7 @@ from rlmesh.agent.monitoring.out_of_memory import end_tasks_without_memory
 from rlmesh.agent.monitoring.own_logs import log_to_standard_error
 from rlmesh.agent.node_description import machine_id
 from rlmesh.agent.node_start import decode_config
+from rlmesh.agent.processes import ownership
 from rlmesh.agent.protocol import (
     MASTER,
     STATE_REFUSED,
@@ -413,10 +416,15 @@ async def run_master(config: AgentConfig, spec: JobSpec) -> None:
 
 
 def main() -> int:
-    """Read the configuration, serve the job, exit 0. Ends at once when its parent, the agent, is gone."""
+    """Read the configuration, serve the job, exit 0. The kernel kills this process when the agent, its parent, ends:
+    a guardian that is killed with its agent ends nothing any more."""
     import uvloop
 
     log_to_standard_error()
+    ownership.prctl(ownership.PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != int(sys.argv[1]):
+        logger.error("the agent (pid %s) ended while this master started", sys.argv[1])
+        return 1
     config = decode_config(sys.stdin.buffer.readline())
     # The driver wrote this pickle into the private folder of the job's sockets.
     spec: JobSpec = pickle.loads(private_files.read(config.job_path))

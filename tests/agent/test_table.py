@@ -17,7 +17,7 @@ import pytest
 import pytest_asyncio
 
 from rlmesh.agent.processes import ownership
-from rlmesh.agent.processes.process import Ended, become_member, collect, held_input, memory_input, start_process
+from rlmesh.agent.processes.process import Ended, become_member, collect, memory_input, start_process
 from rlmesh.agent.processes.process_table import Child, ProcessTable
 from rlmesh.errors import LaunchError
 from tests.agent.processes import wait_gone
@@ -168,14 +168,6 @@ def test_input_and_descriptors_arrive_and_nothing_else(tmp_path: Path) -> None:
     assert (tmp_path / "log").read_text() == "True\n"
     with pytest.raises(ChildProcessError):
         collect(pid)
-
-
-def test_held_input_ends_with_its_holder() -> None:
-    read, write = held_input(b"y" * 100_000)
-    assert len(os.read(read, 200_000)) == 100_000
-    os.close(write)
-    assert os.read(read, 10) == b""
-    os.close(read)
 
 
 def test_a_program_that_is_not_there_is_named() -> None:

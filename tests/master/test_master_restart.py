@@ -54,6 +54,27 @@ def test_master_killed_twice_while_members_work(tmp_path: Path, own_time: OwnTim
         assert {row[0] for row in store.execute("SELECT state FROM members")} == {"exited"}
 
 
+def test_a_master_ends_with_an_agent_that_is_killed_together_with_its_guardian(
+    tmp_path: Path, own_time: OwnTime
+) -> None:
+    """As on a machine that loses a control group: nobody is left who would end the master."""
+    with launch(tmp_path, "--steps", "1000", "--pace", "0.02") as job:
+        job.wait_for("step 3")
+        below = job.pids()
+        guardian, agent, master = (job.pid_of(name) for name in ("guardian", "rlmesh.agent", "prime_master"))
+        for pid in (agent, guardian):
+            os.kill(pid, signal.SIGSTOP)
+        for pid in (guardian, agent):
+            os.kill(pid, signal.SIGKILL)
+        began = time.monotonic()
+        while alive(master):
+            assert own_time.since(began) < 2.0, "the master still runs"
+            time.sleep(0.01)
+        job.wait_for("ended without a report")
+        assert job.ended() != 0
+        assert [command for pid, command in below.items() if alive(pid)] == []
+
+
 @pytest.mark.parametrize("moment", ["toy started", "pid of ADDER:0", "step 9", "teardown of ADDER"])
 def test_a_master_that_is_killed_at_any_stage_loses_no_step(moment: str, tmp_path: Path) -> None:
     with launch(tmp_path, "--steps", "10", "--pace", "0.01") as job:

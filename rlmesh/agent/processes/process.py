@@ -20,7 +20,6 @@ __all__ = [
     "Process",
     "become_member",
     "collect",
-    "held_input",
     "memory_input",
     "open_log",
     "start_process",
@@ -77,16 +76,6 @@ def memory_input(data: bytes) -> int:
         file.write(data)
     os.lseek(fd, 0, os.SEEK_SET)
     return fd
-
-
-def held_input(line: bytes) -> tuple[int, int]:
-    """A pipe that holds ``line`` and ends when this process does: (read end for the child, write end to keep open)."""
-    import fcntl
-
-    read, write = os.pipe2(os.O_CLOEXEC)
-    fcntl.fcntl(write, fcntl.F_SETPIPE_SZ, max(len(line) + 4096, 65536))
-    os.write(write, line)
-    return read, write
 
 
 def open_log(path: str) -> int:
