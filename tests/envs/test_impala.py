@@ -5,8 +5,11 @@ from __future__ import annotations
 import copy
 import os
 import signal
+import time
 from concurrent.futures import Future
 from pathlib import Path
+from threading import Thread
+from types import SimpleNamespace
 from typing import Any
 
 import cloudpickle
@@ -278,6 +281,39 @@ def test_weights_are_sent_once_for_each_broadcast(caplog: pytest.LogCaptureFixtu
     sampler._offer_if_newer(0)
     assert member.offered == [1, 4, 7, 9, 9]
     assert "runner 1 did not get the weights, and gets them again: away" in caplog.text
+
+
+class _Sampling:
+    """A runner that samples when it is told to."""
+
+    def __init__(self) -> None:
+        self.asked: list[Future[Any]] = []
+
+    def options(self, **_: Any) -> _Sampling:
+        return self
+
+    def call(self, method: str, *_: Any) -> Any:
+        future: Future[Any] = Future()
+        if method == "sample_fragment":
+            self.asked.append(future)
+        return future
+
+    def answer(self) -> None:
+        rows = SampleBatch({"obs": np.zeros((10, 4))})
+        next(each for each in self.asked if not each.done()).set_result((rows, None, 0, None, None))
+
+
+def test_a_runner_has_all_its_requests_while_the_learner_trains() -> None:
+    group: Any = SimpleNamespace(
+        remote_workers=[_Sampling()], num_env_runners=1, timeout_s=1.0, kept_weights=({}, 0), add_stats=lambda _: None,
+        episodes=SimpleNamespace(keep=lambda *_: None),
+    )  # fmt: skip
+    (runner,) = group.remote_workers
+    sampler = AsyncSampler(group, 10, 2)
+    for taken in range(1, 4):
+        Thread(target=lambda: (time.sleep(0.05), runner.answer())).start()
+        assert sampler.take(10).rows == 10
+        assert len(runner.asked) == taken + 2
 
 
 def test_runners_sample_ahead_with_the_newest_weights_and_nothing_is_there_twice(tmp_path: Path) -> None:

@@ -86,9 +86,7 @@ class AsyncSampler:
         """
         taken = self._taken
         while taken.rows < rows:
-            for index in range(len(self._under_way)):
-                while self._under_way[index] < self._ahead:
-                    self._ask(index)
+            self._ask_all()
             index, result = self._next()
             if result is None:  # the runner restarted
                 self._group.go_on(index)
@@ -106,7 +104,13 @@ class AsyncSampler:
                 self._group.local_env_runner.connectors.merge([delta])
             self._offer_if_newer(index)
         self._taken = SampledFragments()
+        self._ask_all()  # now, so that no runner waits for work while the learner trains
         return taken
+
+    def _ask_all(self) -> None:
+        for index in range(len(self._under_way)):
+            while self._under_way[index] < self._ahead:
+                self._ask(index)
 
     def _ask(self, index: int) -> None:
         future = self._members[index].call("sample_fragment", self._steps)
