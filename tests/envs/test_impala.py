@@ -5,10 +5,9 @@ from __future__ import annotations
 import copy
 import os
 import signal
-import time
 from concurrent.futures import Future
 from pathlib import Path
-from threading import Thread
+from threading import Timer
 from types import SimpleNamespace
 from typing import Any
 
@@ -311,7 +310,7 @@ def test_a_runner_has_all_its_requests_while_the_learner_trains() -> None:
     (runner,) = group.remote_workers
     sampler = AsyncSampler(group, 10, 2)
     for taken in range(1, 4):
-        Thread(target=lambda: (time.sleep(0.05), runner.answer())).start()
+        Timer(0.05, runner.answer).start()
         assert sampler.take(10).rows == 10
         assert len(runner.asked) == taken + 2
 

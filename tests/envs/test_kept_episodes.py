@@ -196,6 +196,20 @@ def test_what_is_large_or_slow_to_pickle_is_not_kept(monkeypatch: pytest.MonkeyP
     assert keeper.after(10.0) is None
 
 
+def test_what_is_pickled_while_others_have_the_core_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    runner = runner_of(Count)
+    runner.sample(8)
+    pickled = runner.get_state
+
+    def late(**more: Any) -> Any:
+        time.sleep(0.1)
+        return pickled(**more)
+
+    monkeypatch.setattr(runner, "get_state", late)
+    keeper = EpisodeKeeper(runner)
+    assert all(keeper.after(0.0) is not None for _ in range(3))
+
+
 @pytest.mark.parametrize("local", [False, True])
 def test_the_second_pickle_of_the_same_classes_has_the_same_content(local: bool) -> None:
     class Local(Count):
