@@ -8,10 +8,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import huggingface_hub.constants
 import torch
 from post_training_samples import Ids, RecordedBatch, Shape, build_tokenizer
 
 __all__ = ["Settings", "StepSeen", "TrlRun"]
+
+huggingface_hub.constants.HF_HUB_DISABLE_TELEMETRY = True  # TRL reports its runs, in a thread that stays
 
 
 @dataclass(frozen=True)
