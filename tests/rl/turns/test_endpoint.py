@@ -360,7 +360,7 @@ async def test_a_parser_of_tool_calls_that_hangs_is_named_and_holds_up_no_other(
             more = [USER, {"role": "assistant", "content": "a"}, USER]
             hangs = client.chat.completions.create(model="any", messages=more, tools=[TOOL], stream=stream)
             goes = its_client.chat.completions.create(model="any", messages=[USER], tools=[TOOL])
-            answers: list[Any] = await asyncio.gather(hangs, goes, return_exceptions=True)
+            answers: Any = await asyncio.gather(hangs, goes, return_exceptions=True)
         finally:
             stuck.set()
         failed, made = answers
