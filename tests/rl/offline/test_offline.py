@@ -24,7 +24,7 @@ from rlmesh.rl.data.dataset import Prompt
 from rlmesh.rl.data.loader import Drawn
 from rlmesh.rl.offline.responses import offline_groups, response_texts
 from rlmesh.rl.trainers.run import Run, RunResult
-from rlmesh.rl.trainers.settings import ActorSettings, ReferenceSettings, RolloutSettings
+from rlmesh.rl.trainers.settings import ActorSettings, LoraSettings, ReferenceSettings, RolloutSettings
 from tests.rl.checkpoints.runs import make_model
 from tests.rl.run_job import is_a
 
@@ -177,6 +177,16 @@ def test_pairs_are_trained_without_a_ratio_also_with_dropout(tmp_path: Path) -> 
     _, reports = learned(run, tmp_path / "run")
     assert values(reports, "ratio_mean") == [1.0, 1.0] and values(reports, "clip_fraction") == [0.0, 0.0]
     assert values(reports, "grad_norm")[0] > 0
+
+
+@pytest.mark.slow
+def test_an_adapter_of_a_reward_model_is_of_its_head_too(tiny: Path, tmp_path: Path) -> None:
+    pytest.importorskip("peft")
+    lora = LoraSettings(rank=4, target_modules=["q_proj", "v_proj"])
+    run = make(tiny, algorithm=RewardModelling(), actor=ActorSettings(lr=1e-2, lora=lora), steps=4)
+    result, reports = learned(run, tmp_path)
+    assert values(reports, "critic/grad_norm")[0] > 0 and values(reports, "margin")[-1] > 0
+    assert (result.model / "model.safetensors").is_file()
 
 
 @pytest.mark.slow
