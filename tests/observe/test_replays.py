@@ -87,6 +87,20 @@ def test_tensorboard_shows_each_step_once(again_from: int, new_master: bool, tmp
     assert accuracy == [(4, 0.5 if again_from <= 4 else 0.25)]
 
 
+def test_files_of_tensorboard_are_in_the_order_of_their_writers_whatever_the_clock_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    event_accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    for start, clock in enumerate((2e9, 1e9, 1e9)):  # the clock is set back, and two masters begin in one second
+        monkeypatch.setattr("rlmesh.observe.files.tensorboard.time.time", lambda clock=clock: clock)
+        writer = MetricsWriter(tmp_path)
+        for step in range(3 * start, 3 * start + 3):
+            writer.write(replace(record(step, x=float(start)), sender=f"T/{start}", number=step + 1))
+        writer.close()
+    events = event_accumulator.EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    assert [event.step for event in events.Scalars("TRAINER/x")] == list(range(9))
+
+
 @given(
     st.lists(st.tuples(st.integers(0, 2), st.integers(0, 3), st.integers(0, 1), st.floats(-1, 1)), max_size=40),
 )
@@ -114,3 +128,32 @@ def test_what_is_kept_to_be_replaced_is_bounded() -> None:
         replays.take(report)
     known = [replays.take(report)[1] != [] for report in reports("T:0.1/2", range(99, -1, -1), 1.0)]
     assert known == [True] * 10 + [False] * 90
+
+
+LOST = [
+    *reports("T:0.0/1", range(1, 7), 0.0),
+    *(replace(one, metrics={**one.metrics, "steps_lost": 2.0}) for one in reports("T:0.0/1", range(5, 8), 1.0)),
+    replace(record(6, heldout_accuracy=0.5), sender="T:0.0/1"),
+    *(replace(one, metrics={**one.metrics, "steps_lost": 3.0}) for one in reports("T:0.0/1", range(7, 9), 2.0)),
+]
+"""The trainer's process stays, and goes back twice since another role has lost its state: by two steps, and by one."""
+
+
+def test_steps_that_one_process_makes_again_count_once(tmp_path: Path) -> None:
+    curve = [(step, 0.0 if step < 5 else 1.0 if step < 7 else 2.0) for step in range(1, 9)]
+    progress = JobProgress()
+    progress.update(status(records=tuple(LOST)))
+    assert progress.curves["reward_mean"].points() == curve
+    assert progress.curves["heldout_accuracy"].points() == [(6, 0.5)]
+    assert progress.time_use.callers()[0].steps == 8
+    writer = MetricsWriter(tmp_path)
+    for number, report in enumerate(LOST, 1):
+        writer.write(replace(report, number=number))
+    writer.close()
+    read = read_records(tmp_path / METRICS_FILE)
+    assert [(one.step, one.metrics["reward_mean"]) for one in read if "reward_mean" in one.metrics] == curve
+
+
+def test_several_reports_of_a_step_count_together() -> None:
+    several = [*reports("T", (1, 1, 2), 0.0), replace(record(1, heldout_accuracy=0.5), sender="T")]
+    assert current_reports(several) == several

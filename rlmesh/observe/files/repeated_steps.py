@@ -1,7 +1,9 @@
-"""Steps that were reported twice: a restarted member goes on from its checkpoint. No I/O.
+"""Steps that were reported twice: a member goes on from a checkpoint. No I/O.
 
-Per member and step only the reports of its newest process count, whatever metrics they
-have. Processes of a member are distinguished by the sender of their reports; one that first reported later is newer.
+Per member and step only the reports of its newest pass over the steps count, whatever metrics they have. A new process
+of a member begins a pass; processes are distinguished by the sender of their reports. So does a process that goes back
+to an earlier step, as a trainer does when another role has lost its state: it then times (`STEP_TIME`) a step before
+the last one, or the last one again with more ``steps_lost``.
 """
 
 from __future__ import annotations
@@ -10,9 +12,12 @@ from collections import OrderedDict
 from collections.abc import Iterable
 
 from rlmesh.job.status import MetricRecord
+from rlmesh.observe.time_use import STEP_TIME
 
 __all__ = ["Replays", "current_reports"]
 
+STEPS_LOST = "steps_lost"
+"""The metric of the number of steps that restarts have undone."""
 MOST_STEPS = 50_000
 """Steps of members whose reports can still be replaced; in longer jobs the oldest cannot."""
 
@@ -24,7 +29,7 @@ class Replays:
 
     def __init__(self, most_steps: int = MOST_STEPS) -> None:
         self._most_steps = most_steps
-        self._senders: dict[Member, dict[str, int]] = {}
+        self._passes: dict[Member, _Passes] = {}
         self._current: OrderedDict[tuple[str, int, int], tuple[int, list[MetricRecord]]] = OrderedDict()
 
     def take(self, record: MetricRecord) -> tuple[bool, list[MetricRecord]]:
@@ -43,9 +48,35 @@ class Replays:
         return True, [] if known is None else known[1]
 
     def age(self, record: MetricRecord) -> int:
-        """The position of the report's sender among its member's senders: a newer process has a higher one."""
-        senders = self._senders.setdefault((record.role, record.rank), {})
-        return senders.setdefault(record.sender, len(senders))
+        """The number of the report's pass among those of its member: a newer one has a higher number."""
+        return self._passes.setdefault((record.role, record.rank), _Passes()).number(record)
+
+
+class _Passes:
+    """The passes of a member over the steps."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[str, int] = {}
+        """The present pass of each sender."""
+        self._last: dict[str, tuple[int, float]] = {}
+        """The last step that each sender has timed, and the steps that were lost until then."""
+        self._count = 0
+
+    def number(self, record: MetricRecord) -> int:
+        """The number of the pass of the next report."""
+        sender = record.sender
+        if sender not in self._numbers or self._goes_back(record):
+            self._numbers[sender] = self._count
+            self._count += 1
+        if STEP_TIME in record.metrics:
+            self._last[sender] = record.step, record.metrics.get(STEPS_LOST, 0.0)
+        return self._numbers[sender]
+
+    def _goes_back(self, record: MetricRecord) -> bool:
+        if STEP_TIME not in record.metrics or record.sender not in self._last:
+            return False
+        step, lost = self._last[record.sender]
+        return record.step < step or (record.step == step and record.metrics.get(STEPS_LOST, 0.0) > lost)
 
 
 def current_reports(records: Iterable[MetricRecord]) -> list[MetricRecord]:

@@ -18,6 +18,7 @@ earlier ones.
 from __future__ import annotations
 
 import os
+import re
 import socket
 import struct
 import time
@@ -30,6 +31,7 @@ __all__ = ["EventFile"]
 
 _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
 _CASTAGNOLI = 0x82F63B78
+_NAME = re.compile(r"events\.out\.tfevents\.(\d{1,12})\.")
 
 
 class EventFile:
@@ -73,8 +75,11 @@ class EventFile:
             file.close()
 
     def _open(self, at: float) -> AppendFile:
-        # The viewer reads the files of a directory in the order of their names.
-        name = f"events.out.tfevents.{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}.rlmesh"
+        # The viewer reads the files of a directory in the order of their names, and drops values of later steps that it
+        # has read when earlier ones come. So a clock that was set back must not put this file before older ones.
+        found = [_NAME.match(path.name) for path in self._directory.glob("events.out.tfevents.*")]
+        at_s = max([int(time.time()), *(int(one[1]) + 1 for one in found if one)])
+        name = f"events.out.tfevents.{at_s:010d}.{socket.gethostname()}.{os.getpid()}.rlmesh"
         file = AppendFile(self._directory / name)
         try:
             file.append(_frame(_event(at, _field(3, _BYTES, b"brain.Event:1"))))

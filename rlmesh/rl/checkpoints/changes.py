@@ -13,7 +13,7 @@ from typing import Any, Protocol
 from rlmesh.errors import UsageError
 from rlmesh.rl.data.files import expand
 
-__all__ = ["Resumable", "changes", "described", "sampling_settings"]
+__all__ = ["Resumable", "changes", "described", "parts_of", "sampling_settings"]
 
 FIXED = {
     "seed": "the order of prompts and the samples follow from it",
@@ -83,6 +83,13 @@ def described(run: Resumable) -> dict[str, Any]:
     if "critic" not in run.algorithm.needs:
         found = {name: value for name, value in found.items() if not name.startswith("critic.")}
     return found
+
+
+def parts_of(algorithm: Any) -> tuple[str, ...]:
+    """The parts of a checkpoint that have the models in training, in the trainer's order. A reward model in training
+    is the actor of its run."""
+    ranked = getattr(algorithm, "responses", "sampled") == "ranked"
+    return ("actor", "critic") if "critic" in algorithm.needs and not ranked else ("actor",)
 
 
 def sampling_settings(run: Any) -> dict[str, Any]:

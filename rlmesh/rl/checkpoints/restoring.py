@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rlmesh.errors import UsageError
-from rlmesh.rl.checkpoints.changes import Resumable
+from rlmesh.rl.checkpoints.changes import Resumable, parts_of
 from rlmesh.rl.checkpoints.store import (
     FILE,
     RunCheckpoint,
@@ -96,7 +96,7 @@ def restore_faults(run: Resumable) -> Iterator[str]:
         yield f"restore: {error}"
         return
     assert beginning is not None
-    yield from _faults(beginning, ["actor", "critic"] if "critic" in run.algorithm.needs else ["actor"])
+    yield from _faults(beginning, parts_of(run.algorithm))
 
 
 def _faults(beginning: Beginning, roles: Sequence[str]) -> Iterator[str]:

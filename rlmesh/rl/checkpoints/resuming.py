@@ -8,7 +8,7 @@ from typing import Any
 
 from rlmesh import current_worker
 from rlmesh.errors import UsageError
-from rlmesh.rl.checkpoints.changes import Resumable, changes, described
+from rlmesh.rl.checkpoints.changes import Resumable, changes, described, parts_of
 from rlmesh.rl.checkpoints.state import EncodedState, decoded, encoded, has_record, restore_states, states_of
 from rlmesh.rl.checkpoints.store import CheckpointStore, RunCheckpoint, checkpoint_folder, read_checkpoint, saved_step
 from rlmesh.rl.checkpoints.writer import CheckpointWriter
@@ -161,7 +161,7 @@ def require_resumable(run: Resumable, checkpoint: RunCheckpoint, settings: Mappi
         UsageError: a part is missing, incomplete or was altered, or a setting differs that may not change.
     """
     changes(checkpoint.settings, described(run) if settings is None else settings, checkpoint.step)
-    for role in ("actor", "critic")[: 2 if "critic" in run.algorithm.needs else 1]:
+    for role in parts_of(run.algorithm):
         checkpoint.require_part(role)
     checkpoint.trainer_state()
 

@@ -19,7 +19,7 @@ from rlmesh.rl.trainers.progress import finished_steps
 from rlmesh.rl.trainers.run import Run
 from rlmesh.rl.trainers.settings import LoraSettings
 
-__all__ = ["EvaluationResult", "EvaluationRun", "evaluate", "of_run_directory"]
+__all__ = ["EvaluationResult", "EvaluationRun", "evaluate", "evaluation_of", "of_run_directory"]
 
 RESULT_FILE = "evaluation.json"
 
@@ -100,6 +100,23 @@ def evaluate(
         UsageError: something is wrong with the settings; no process was started.
         JobFailed: the job failed; the error names the root cause.
     """
+    task = evaluation_of(run, model=model, checkpoint=checkpoint, data=data)
+    task.check()
+    from rlmesh.rl.evaluation.roles import EvaluatedActor, Evaluator
+
+    found = build(task, trainer=Evaluator, actor=EvaluatedActor).submit(name, **options)
+    run_dir = Path(found.run_dir)
+    return EvaluationResult(run_dir, json.loads(private_files.read(run_dir / RESULT_FILE)))
+
+
+def evaluation_of(
+    run: Run, *, model: str | None = None, checkpoint: str | None = None, data: Any = None
+) -> EvaluationRun:
+    """The settings of an evaluation, by the arguments of `evaluate`.
+
+    Raises:
+        UsageError: there are no prompts, or something is wrong with the settings.
+    """
     prompts = run.validation if data is None else data
     if prompts is None:
         raise UsageError("there are no prompts: the run has no validation data; give --data FILE, or data= in Python")
@@ -112,13 +129,13 @@ def evaluate(
         "placement": "auto" if run.placement == "fused" else run.placement,
         "pipeline": "sync", "resume": "auto", "restore": None, "keep_best": "",
         "sample_files": SampleSettings(most_mib=run.sample_files.most_mib),
+        # These settings of training do not go with one prompt per batch, and one response per prompt. The number of
+        # optimizer steps of a step stays, since the step of a checkpoint follows from it.
+        "actor": dataclasses.replace(
+            run.actor, epochs=run.actor.updates, minibatches=1,
+            lora=LoraSettings() if checkpoint is None else run.actor.lora,
+        ),
+        "critic": dataclasses.replace(run.critic, minibatches=1),
+        "rollout": dataclasses.replace(run.rollout, dynamic_sampling=False, oversampling=1.0),
     }  # fmt: skip
-    if checkpoint is None:
-        changed["actor"] = dataclasses.replace(run.actor, lora=LoraSettings())
-    task = EvaluationRun(**{**settings, **changed}, checkpoint=checkpoint)
-    task.check()
-    from rlmesh.rl.evaluation.roles import EvaluatedActor, Evaluator
-
-    found = build(task, trainer=Evaluator, actor=EvaluatedActor).submit(name, **options)
-    run_dir = Path(found.run_dir)
-    return EvaluationResult(run_dir, json.loads(private_files.read(run_dir / RESULT_FILE)))
+    return EvaluationRun(**{**settings, **changed}, checkpoint=checkpoint)

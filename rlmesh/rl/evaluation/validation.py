@@ -94,6 +94,19 @@ class Validation:
         found = {f"val/{name}": value for name, value in rewards.metrics(groups).items()}
         return found | validation_metrics(groups, rewards.total, right=run.evaluation.right)
 
+    def make_up(self, step: int, metrics: Mapping[str, float]) -> dict[str, float]:
+        """Validate the weights of a step after its report, and report the numbers with the step's other metrics: in
+        views, the reports of a new process replace those of the one before. Returns all of them.
+
+        Args:
+            metrics: the metrics of the step.
+        """
+        found = {**metrics, **self._trainer.validate()}
+        # What this report took is not what the step took.
+        told = {name: value for name, value in found.items() if name != "step_time_s"}
+        current_worker().report(step=step, total_steps=self._trainer.settings.steps, **told)
+        return found
+
     # In the background.
 
     def postpone(self, step: int) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +12,16 @@ from torch import nn
 
 from rlmesh import current_worker, rpc
 from rlmesh.errors import UsageError
+from rlmesh.rl.engines.training.protocol import TrainingEngine
 from rlmesh.rl.roles.actor import ActorRole
 from rlmesh.rl.roles.critic import CriticRole
 from rlmesh.rl.roles.trained import TRAINING
 from rlmesh.rl.roles.value_head import value_model
 
 __all__ = ["OfflineActor", "RewardModelRole"]
+
+HEAD = "head"
+"""The name of the head in a `ValueModel`."""
 
 
 class OfflineActor(ActorRole):
@@ -37,6 +42,15 @@ class RewardModelRole(CriticRole):
         # The loss does not depend on a bias, and classifiers of transformers have none.
         model.head.bias = None  # type: ignore[assignment]
         return model.to(self.device)
+
+    def make_engine(self) -> TrainingEngine:
+        """See `TrainedRole.make_engine`. An adapter is of the head too: a head of zeros that stays as it is gives every
+        response the value 0, and no layer a gradient."""
+        lora = self.settings.lora
+        if lora.rank and not isinstance(lora.target_modules, str):
+            targets = list(dict.fromkeys([*lora.target_modules, HEAD]))
+            self.settings = replace(self.settings, lora=replace(lora, target_modules=targets))
+        return super().make_engine()
 
     @rpc
     def export(self, folder: str) -> None:

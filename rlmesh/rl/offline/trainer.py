@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
@@ -51,6 +52,14 @@ class OfflineTrainer(Trainer):
     def publish(self) -> None:
         """Pushes nothing: no engine takes the weights."""
 
+    def train(
+        self, packs: dict[str, list[Packs]], batch: Evaluated, weights: TokenWeights,
+        meanwhile: Callable[[], Mapping[str, float]] = dict,
+    ) -> dict[str, float]:  # fmt: skip
+        # The loss of pairs has no ratio. Dropout would make one between the pass before the step and the step's own.
+        own = replace(batch, log_probs=None) if self.algorithm.responses == "pairs" else batch
+        return super().train(packs, own, weights, meanwhile)
+
     def gap(self, log_probs: torch.Tensor, batch: Evaluated) -> dict[str, float]:
         return {}  # no engine sampled
 
@@ -83,6 +92,9 @@ class RewardModelTrainer(OfflineTrainer):
 
     def trained(self) -> list[tuple[str, Any, Any]]:
         return [("critic", self.actor, self.settings.actor)]
+
+    def parts(self) -> list[tuple[str, Any]]:
+        return [("actor", self.actor)]  # the name of the role's section
 
     def train(
         self, packs: dict[str, list[Packs]], batch: Evaluated, weights: TokenWeights,

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from rlmesh import private_files
 from rlmesh.errors import UsageError
 
-__all__ = ["METRICS", "StepReported", "read_steps"]
+__all__ = ["METRICS", "StepReported", "read_steps", "undone_steps"]
 
 METRICS = "metrics.jsonl"
 """The file of all reports in a run directory."""
@@ -47,6 +47,28 @@ def read_steps(run_dir: Path) -> list[StepReported]:
     Raises:
         UsageError: the directory has no reports of a run, or another user may have written them.
     """
+    found: list[StepReported] = []
+    for made in _reports(run_dir):
+        while found and found[-1].step >= made.step:
+            found.pop()
+        found.append(made)
+    if not found:
+        raise UsageError(f"{run_dir} has no report of a training step yet")
+    return found
+
+
+def undone_steps(run_dir: Path) -> frozenset[int]:
+    """The steps that were reported and do not count, since the run went back and has not made them again; none if the
+    directory has no reports of a run."""
+    try:
+        counted = {one.step for one in read_steps(run_dir)}
+        return frozenset(one.step for one in _reports(run_dir)) - counted
+    except UsageError:
+        return frozenset()
+
+
+def _reports(run_dir: Path) -> Iterator[StepReported]:
+    """All reports of training steps, in the order in which they were made."""
     path = run_dir / METRICS
     try:
         text = private_files.read(path)
@@ -54,7 +76,6 @@ def read_steps(run_dir: Path) -> list[StepReported]:
         raise UsageError(f"{run_dir} has no {METRICS}, so it is no directory of a run") from None
     except OSError as error:
         raise UsageError(f"{path} is not read: {error}") from error
-    found: list[StepReported] = []
     for line in text.decode().splitlines():
         if _MARK not in line:
             continue
@@ -64,10 +85,4 @@ def read_steps(run_dir: Path) -> list[StepReported]:
         except (ValueError, KeyError, TypeError, AttributeError):
             continue  # an incomplete last line of a file that is being written
         if _MARK in metrics:
-            made = StepReported(int(entry["step"]), float(entry["at"]), metrics)
-            while found and found[-1].step >= made.step:
-                found.pop()
-            found.append(made)
-    if not found:
-        raise UsageError(f"{run_dir} has no report of a training step yet")
-    return found
+            yield StepReported(int(entry["step"]), float(entry["at"]), metrics)

@@ -287,16 +287,22 @@ class SampleBuffer:
         sampled = len(first) == self.batch_size and all(slot.state == "sampled" for slot in first)
         return sampled and not all(slot.scored for slot in first)
 
-    def unscored(self) -> list[GroupSlot]:
+    def unscored(self, *, in_order: bool = False) -> list[GroupSlot]:
         """The slots that are sampled and not scored, in drawing order. Slots that are too old for the step of their
-        place are left out: their rewards must not influence what this step trains on."""
-        return [
-            slot
-            for place, slot in enumerate(self._live.values())
-            if slot.state == "sampled"
-            and not slot.scored
-            and not self._is_too_old(slot, self.step + place // self.batch_size)
-        ]
+        place are left out: their rewards must not influence what this step trains on.
+
+        Args:
+            in_order: only slots before the first one that is not sampled. The order of scoring decides which groups are
+                dropped.
+        """
+        found = []
+        for place, slot in enumerate(self._live.values()):
+            if in_order and slot.state != "sampled":
+                break
+            too_old = self._is_too_old(slot, self.step + place // self.batch_size)
+            if slot.state == "sampled" and not slot.scored and not too_old:
+                found.append(slot)
+        return found
 
     def _is_too_old(self, slot: GroupSlot, step: int) -> bool:
         return slot.versions is not None and step - 1 - slot.versions[0] > self.staleness
@@ -319,19 +325,27 @@ class SampleBuffer:
 
     # Resuming.
 
-    def state(self) -> dict[str, Any]:
+    def state(self, *, scored_only: bool = False) -> dict[str, Any]:
         """The state for a checkpoint: plain values, and `Group` objects.
 
         Call this between steps: slots that are in training are not part of the state.
+
+        Args:
+            scored_only: leave out groups without rewards, which are then sampled anew. If some groups of a round were
+                scored before the others, other groups might be dropped.
         """
         kept = ("position", "key", "asked")
+
+        def stays(slot: GroupSlot) -> bool:
+            return slot.state == "sampled" and (slot.scored or not scored_only)
+
         return {
             "cursor": self.cursor,
             "step": self.step,
             "lost": [[step, why, count] for (step, why), count in self._lost.items()],
             "slots": [
                 {name: getattr(slot, name) for name in kept}
-                | ({"group": slot.group, "scored": slot.scored} if slot.state == "sampled" else {})
+                | ({"group": slot.group, "scored": slot.scored} if stays(slot) else {})
                 for slot in self._live.values()
             ],
         }

@@ -162,7 +162,7 @@ class Sampler:
         with self._changed:
             generation = self._generation
             while self.pipeline.drains and self._background and not self._is_drained():
-                if self._ends or self._error is not None:
+                if self._ends or self._error is not None or generation != self._generation:
                     return False
                 self._changed.wait(LOOK_S)
             return generation == self._generation
@@ -213,9 +213,10 @@ class Sampler:
             self.buffer.restore(state)
 
     def state(self) -> dict[str, Any]:
-        """The state of the buffer (`SampleBuffer.state`), also while engines sample."""
+        """The state of the buffer (`SampleBuffer.state`), also while engines sample. The groups of a round are scored
+        together, so those of a round that is not over are left out."""
         with self._changed:
-            return self.buffer.state()
+            return self.buffer.state(scored_only=self.pipeline.drains and self._loads.in_round)
 
     def report(self) -> dict[str, float]:
         """The metrics since the last report, which docs/pipelines.md explains."""
@@ -445,11 +446,11 @@ class Sampler:
     def _begin_scoring(self) -> bool:
         """Give sampled groups to the scorers: each alone or, if the pipeline drains, in rounds. True if they are now
         scored."""
+        drains, waits = self.pipeline.drains, self._scoring or self._loads.in_round
         under_way = {slot.position for slots in self._scoring.values() for slot in slots}
-        slots = [slot for slot in self.buffer.unscored() if slot.position not in under_way]
-        if self.pipeline.drains and (self._scoring or self._loads.in_round):
-            slots = []
-        for part in [slots] if self.pipeline.drains and slots else [[slot] for slot in slots]:
+        unscored = [] if drains and waits else self.buffer.unscored(in_order=drains and self._loads.any_up)
+        slots = [slot for slot in unscored if slot.position not in under_way]
+        for part in [slots] if drains and slots else [[slot] for slot in slots]:
             groups = [slot.group for slot in part if slot.group is not None]
             if self._pool is None:
                 began = self._clock()
@@ -483,8 +484,7 @@ class Sampler:
                 self.buffer.scored(slot, group)
 
     def _measure(self) -> None:
-        full = self.buffer.version is not None and not self.buffer.askable()
-        self._loads.measure(self._clock(), full=full)
+        self._loads.measure(self._clock(), full=self.buffer.version is not None and not self.buffer.askable())
 
     def _waits_for(self, what: str, silent_s: float) -> str:
         """A sentence about a wait that is too long, which names what the loop waits for."""

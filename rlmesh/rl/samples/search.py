@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 from rlmesh.errors import UsageError
 from rlmesh.rl.faults import did_you_mean
+from rlmesh.rl.reading.steps import undone_steps
 from rlmesh.rl.samples.files import FOLDER, SPLITS, Sampled, SampleFile, columns_in, read_file, sample_files
 
 __all__ = ["ChangedPrompt", "Condition", "Order", "changed", "chosen_files", "find", "parse_condition"]
@@ -81,7 +82,8 @@ def parse_condition(text: str) -> Condition:
 
 
 def chosen_files(run_dir: Path, split: str | None = None, steps: str | None = None) -> list[SampleFile]:
-    """The files of samples that a split and a range of steps select.
+    """The files of samples that a split and a range of steps select. Those of steps that the run has undone, since it
+    went back to a checkpoint, are left out until the steps are made again.
 
     Args:
         run_dir: the run directory.
@@ -91,7 +93,8 @@ def chosen_files(run_dir: Path, split: str | None = None, steps: str | None = No
     Raises:
         UsageError: there is no such file (the message says which steps exist), or ``steps`` has another form.
     """
-    every = sample_files(run_dir)
+    undone = undone_steps(run_dir)
+    every = [one for one in sample_files(run_dir) if one.step not in undone]
     if not every:
         raise UsageError(
             f"{run_dir} has no samples: a Run keeps them in {run_dir / FOLDER} unless sample_files.every=0, "

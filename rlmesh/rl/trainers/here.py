@@ -9,6 +9,8 @@ from __future__ import annotations
 import gc
 import json
 import logging
+import os
+import secrets
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
@@ -214,14 +216,18 @@ class MetricsLink:
 
     def __init__(self, run_dir: Path) -> None:
         self._file = run_dir / "metrics.jsonl"
+        self._sender, self._count = f"here/{secrets.token_hex(4)}", 0
+        """Tells the reports of this run from those of an earlier one that it goes on from."""
 
     def report(self, record: MetricRecord) -> None:
+        self._count += 1
         line = {
             "at": record.at, "role": record.role, "rank": record.rank, "step": record.step,
-            "metrics": dict(record.metrics),
+            "metrics": dict(record.metrics), "sender": self._sender, "number": self._count,
         }  # fmt: skip
-        with self._file.open("a") as file:
-            file.write(json.dumps(line) + "\n")
+        with self._file.open("ab+") as file:
+            torn = file.seek(0, os.SEEK_END) and file.seek(-1, os.SEEK_END) >= 0 and file.read(1) != b"\n"
+            file.write(b"\n" * torn + json.dumps(line).encode() + b"\n")
         logger.info("step %d: %s", record.step, dict(record.metrics))
 
     def alarm(self, alarm: Alarm) -> None:

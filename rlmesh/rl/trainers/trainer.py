@@ -76,7 +76,7 @@ class Trainer:
         self.reward_alarm = RewardAlarm(self.settings.reward_alarm, self.rewards, self.run_dir, self.tell)
         self.version, self.last, self.stopped = 0, dict[str, float](), False
         self.checkpoints = TrainerCheckpoints(
-            self.settings, self.run_dir, roles=lambda: [(name, role) for name, role, _ in self.trained()],
+            self.settings, self.run_dir, roles=self.parts,
             objects=self.stateful, position=self.loader.position, tell=self.tell,
         )  # fmt: skip
         keep_objects(seldom=True)
@@ -397,8 +397,7 @@ class Trainer:
 
     @cached_property
     def engines(self) -> Any:
-        """The members that sample: the rollout engines or, in a job without them, the actor's members
-        (`ActorRollout`)."""
+        """The members that sample: the rollout engines or, in a job without them, the actor's (`ActorRollout`)."""
         return self.group("ROLLOUT").options(idempotent=True) or self.actor
 
     def serving(self) -> Any:
@@ -413,8 +412,7 @@ class Trainer:
 
     @cached_property
     def reference(self) -> Any:
-        """The members with the reference: its own role or, in a job without it, the actor's members
-        (`ActorRolloutRef`)."""
+        """The members with the reference: its own role or, in a job without it, the actor's (`ActorRolloutRef`)."""
         return self.group("REFERENCE").options(idempotent=True) or self.actor
 
     def trained(self) -> list[tuple[str, Any, Any]]:
@@ -429,6 +427,10 @@ class Trainer:
                 raise UsageError(f"{type(self.algorithm).__name__} needs a critic: add .critic() to the job")
             found.append(("critic", self.critic, self.settings.critic))
         return found
+
+    def parts(self) -> list[tuple[str, Any]]:
+        """The parts of a checkpoint that have the models in training, and the members that write them."""
+        return [(name, role) for name, role, _ in self.trained()]
 
     def hold(self, role: Any) -> None:
         """Let a role keep its shared devices until `hold` is called for another role or None."""
@@ -457,8 +459,7 @@ class Trainer:
         return self.engines is self.actor or self.shares
 
     def begin(self) -> None:
-        """Bring all models in training to the same step, and publish the weights. Validate at step 0, or if the step
-        lacks its validation."""
+        """Bring all models in training to one step, publish the weights, and validate if the step lacks that."""
         before, self.holder = self.version, None
         self.connect()
         self.buffer.pause()
@@ -475,11 +476,8 @@ class Trainer:
         if self.version < before:
             self.tell(f"back to step {self.version}: {before - self.version} steps were lost to a restart")
         self.publish()
-        if self.version == 0:
-            self.last = self.validate()
-            current_worker().report(step=0, total_steps=self.settings.steps, **self.last)
-        elif self.validation.is_missing(self.version, self.last):
-            current_worker().report(step=self.version, total_steps=self.settings.steps, **self.validate())
+        if self.version == 0 or self.validation.is_missing(self.version, self.last):
+            self.last = self.validation.make_up(self.version, self.last)
         self.buffer.advance(self.version)
 
     @cached_property

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import random
 import stat
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from concurrent.futures import Future
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,6 +17,7 @@ import torch
 
 from rlmesh import JobInfo, WorkerContext, acting_as
 from rlmesh.errors import UsageError
+from rlmesh.observe.files.metric_files import read_records
 from rlmesh.rl.checkpoints.resuming import TrainerCheckpoints
 from rlmesh.rl.checkpoints.state import decoded, encoded, seed_generators
 from rlmesh.rl.checkpoints.store import CheckpointStore, checkpoint_folder, saved_step
@@ -221,3 +222,17 @@ def test_a_checkpoint_counts_after_the_records_of_its_objects(tmp_path: Path) ->
     assert not writer.wait(0.2) and saved_step(tmp_path) == 0
     record.set_result(None)
     assert writer.wait(HANG_S) and saved_step(tmp_path) == 1
+
+
+def test_reports_of_a_run_in_one_process_replace_those_of_the_run_that_it_goes_on_from(tmp_path: Path) -> None:
+    def run(steps: Iterable[int], reward: float) -> None:
+        context = WorkerContext(JobInfo("j", "j"), "TRAINER", 0, 1, MetricsLink(tmp_path), run_dir=tmp_path)
+        for step in steps:
+            context.report(step=step, reward_mean=reward)
+
+    run(range(1, 4), 0.0)
+    file = tmp_path / "metrics.jsonl"
+    file.write_bytes(file.read_bytes() + b'{"at": 1.0, "role": "TRAI')  # the process was killed
+    run(range(2, 5), 1.0)
+    found = [(one.step, one.metrics["reward_mean"]) for one in read_records(file)]
+    assert found == [(1, 0.0), (2, 1.0), (3, 1.0), (4, 1.0)]

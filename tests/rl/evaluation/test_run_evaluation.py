@@ -14,7 +14,7 @@ import pytest
 
 from rlmesh.cli.main import main
 from rlmesh.errors import UsageError
-from rlmesh.rl.evaluation.evaluate import evaluate, of_run_directory
+from rlmesh.rl.evaluation.evaluate import evaluate, evaluation_of, of_run_directory
 from rlmesh.rl.evaluation.saved_run import load_saved_run, save_run
 from rlmesh.rl.evaluation.settings import SampleSettings, ValidationSettings
 from rlmesh.rl.rollout.ledger import LEDGER, faults_of
@@ -66,6 +66,14 @@ def test_weights_that_do_not_exist_are_named(tiny: Path, tmp_path: Path, capsys:
     assert main(["evaluate", str(tmp_path / "nothing.yaml")]) == 2
     assert main(["evaluate", str(tmp_path), "--step", "1", "--model", "m"]) == 2
     assert "exclude each other" in capsys.readouterr().err
+
+
+def test_settings_of_training_do_not_stop_an_evaluation(tiny: Path) -> None:
+    changed = ["actor.minibatches=2", "actor.epochs=3", "critic.minibatches=2", "rollout.dynamic_sampling=true"]
+    run = apply_overrides(make(tiny), [*changed, "rollout.oversampling=1.5"])
+    task = evaluation_of(run, checkpoint="somewhere")
+    assert task.actor.updates == run.actor.updates == 6, "the step of the checkpoint follows from it"
+    assert (task.actor.lora, task.rollout.max_tokens) == (run.actor.lora, run.rollout.max_tokens)
 
 
 def validations(run_dir: Path) -> dict[int, dict[str, float]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import stat
 import threading
@@ -188,6 +189,24 @@ def test_samples_are_found_by_step_condition_and_rank(run_dir: Path) -> None:
     conditions = [parse_condition("reward/is_a > 0.2"), parse_condition("prompt~^a"), parse_condition("tokens=2")]
     assert [one["response"] for one in find(every, conditions)] == ["ah"]
     assert [one.step for one in chosen_files(run_dir, steps="2-9")] == [2, 3]
+
+
+def test_samples_of_undone_steps_are_left_out_until_they_are_made_again(tmp_path: Path) -> None:
+    written(tmp_path, {step: [group(0, episode("a", Score(0.0)))] for step in range(1, 6)})
+
+    def report(*steps: int) -> None:
+        with (tmp_path / "metrics.jsonl").open("a") as file:
+            for step in steps:
+                file.write(json.dumps({"at": 1.0, "step": step, "metrics": {"step_time_s": 1.0}}) + "\n")
+
+    report(1, 2, 3, 4)
+    assert [one.step for one in chosen_files(tmp_path, steps="all")] == [1, 2, 3, 4, 5], "5 is being trained"
+    report(2)
+    assert [one.step for one in chosen_files(tmp_path, steps="all")] == [1, 2, 5]
+    with pytest.raises(UsageError, match="there are no samples of train at step 3"):
+        chosen_files(tmp_path, steps="3")
+    report(3, 4)
+    assert [one.step for one in chosen_files(tmp_path, steps="all")] == [1, 2, 3, 4, 5]
 
 
 def test_prompts_that_changed_come_with_the_greatest_change_first(run_dir: Path) -> None:

@@ -222,7 +222,9 @@ def test_numbers_come_under_their_own_step(told: Recorded) -> None:
     assert told.reports == {2: {"val/reward_mean": 0.5}} and told.alarms == []
 
 
-@pytest.mark.parametrize(("last", "validates"), [({"loss": 1.0}, True), ({"val/reward_mean": 1.0}, False)])
+@pytest.mark.parametrize(
+    ("last", "validates"), [({"loss": 1.0, "step_time_s": 3.0}, True), ({"val/reward_mean": 1.0}, False)]
+)
 def test_a_validation_that_a_stop_prevented_is_made_when_the_run_goes_on(
     told: Recorded, last: dict[str, float], validates: bool
 ) -> None:
@@ -241,7 +243,9 @@ def test_a_validation_that_a_stop_prevented_is_made_when_the_run_goes_on(
     link: Any = None
     with acting_as(WorkerContext(JobInfo("job", "id", None), "TRAINER", 0, 1, link)):
         made.begin()
-    assert told.reports == ({SAVED: {"val/reward_mean": 2.0}} if validates else {})
+    # With the step's other metrics: in views, the reports of a new process replace those of the one before.
+    assert told.reports == ({SAVED: {"loss": 1.0, "val/reward_mean": 2.0}} if validates else {})
+    assert made.last == ({**last, "val/reward_mean": 2.0} if validates else last)
 
 
 def test_the_seed_of_a_response_does_not_depend_on_the_engines() -> None:

@@ -19,11 +19,13 @@ pytest.importorskip("transformers")
 
 from rlmesh.errors import UsageError
 from rlmesh.rl.algorithms import DPO, GRPO, SFT, OnPolicyDistillation, RewardModelling
+from rlmesh.rl.checkpoints.store import saved_step
 from rlmesh.rl.data.dataset import Prompt
 from rlmesh.rl.data.loader import Drawn
 from rlmesh.rl.offline.responses import offline_groups, response_texts
 from rlmesh.rl.trainers.run import Run, RunResult
-from rlmesh.rl.trainers.settings import ActorSettings, ReferenceSettings, RolloutSettings
+from rlmesh.rl.trainers.settings import ActorSettings, LoraSettings, ReferenceSettings, RolloutSettings
+from tests.rl.checkpoints.runs import make_model
 from tests.rl.run_job import is_a
 
 EXAMPLES = Path(__file__).parents[3] / "examples" / "trainings"
@@ -166,6 +168,38 @@ def learned(run: Run, run_dir: Path) -> tuple[RunResult, list[dict[str, float]]]
 
 def values(reports: list[dict[str, float]], name: str) -> list[float]:
     return [one[name] for one in reports if name in one]
+
+
+@pytest.mark.slow
+def test_pairs_are_trained_without_a_ratio_also_with_dropout(tmp_path: Path) -> None:
+    """A ratio between passes with other dropout would be clipped, and the gradient would not be that of the loss."""
+    run = make(make_model(tmp_path / "model"), actor=ActorSettings(lr=1e-3))
+    _, reports = learned(run, tmp_path / "run")
+    assert values(reports, "ratio_mean") == [1.0, 1.0] and values(reports, "clip_fraction") == [0.0, 0.0]
+    assert values(reports, "grad_norm")[0] > 0
+
+
+@pytest.mark.slow
+def test_an_adapter_of_a_reward_model_is_of_its_head_too(tiny: Path, tmp_path: Path) -> None:
+    pytest.importorskip("peft")
+    lora = LoraSettings(rank=4, target_modules=["q_proj", "v_proj"])
+    run = make(tiny, algorithm=RewardModelling(), actor=ActorSettings(lr=1e-2, lora=lora), steps=4)
+    result, reports = learned(run, tmp_path)
+    assert values(reports, "critic/grad_norm")[0] > 0 and values(reports, "margin")[-1] > 0
+    assert (result.model / "model.safetensors").is_file()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("algorithm", [SFT(), DPO(), RewardModelling()], ids=["sft", "dpo", "reward model"])
+def test_a_run_goes_on_from_its_checkpoint(tiny: Path, tmp_path: Path, algorithm: Any) -> None:
+    rows = [dict(row, response="a") for row in PAIRS]
+    first = make(tiny, data=rows, algorithm=algorithm, actor=ActorSettings(lr=1e-2), save_every=1)
+    first.here(run_dir=tmp_path)
+    assert saved_step(tmp_path) == first.steps == 2
+    more, _ = learned(replace(first, steps=4, resume="must"), tmp_path)
+    whole, _ = learned(replace(first, steps=4), tmp_path / "whole")
+    name = "model.safetensors"
+    assert (more.model / name).read_bytes() == (whole.model / name).read_bytes()
 
 
 @pytest.fixture(scope="module")

@@ -580,6 +580,89 @@ def test_who_waits_for_idle_engines_is_told_of_a_pause(tmp_path: Path) -> None:
         engines.go_on()
 
 
+def reached(holds: Callable[[], bool]) -> None:
+    end = time.monotonic() + HANG_S
+    while not holds():
+        assert time.monotonic() < end, "nothing moves"
+        time.sleep(0.001)
+
+
+def test_a_pause_ends_the_wait_for_idle_engines_in_the_middle_of_a_round(tmp_path: Path) -> None:
+    """Nothing is scored after a pause, so groups without rewards are not waited for."""
+    engines, found = FakeEngines(2), list[bool]()
+    engines.stuck = {SIZE - 1}
+    with loop(tmp_path, engines, "one-step-off") as made:
+        made.begin()
+        reached(lambda: made.sampler.buffer.counts()["sampled"] == SIZE // 2)
+        drained, waits = made.sampler._is_drained, threading.Event()
+
+        def looked() -> bool:
+            waits.set()
+            return drained()
+
+        made.sampler._is_drained = looked  # type: ignore[method-assign]
+        waiting = threading.Thread(target=lambda: found.append(made.sampler.await_idle()), daemon=True)
+        waiting.start()
+        assert waits.wait(HANG_S)
+        made.sampler.pause()
+        waiting.join(HANG_S / 4)
+        assert found == [False]
+
+
+def test_a_state_within_a_round_drops_the_groups_that_the_whole_round_drops(tmp_path: Path) -> None:
+    """Two groups of a round have no differences, and one of them may be dropped: the first in drawing order, also if
+    the engine of the other one has answered before the run stopped."""
+
+    def score(groups: Sequence[Group]) -> list[Group]:
+        return scored(groups, lambda group, number: 1.0 if int(group.episodes[0].ids[1]) in (4, 6) else number)
+
+    def taken(folder: Path, *, stops: bool) -> list[list[int]]:
+        folder.mkdir()
+        engines = FakeEngines(2)
+        with loop(folder, engines, "one-step-off", refill=1 / SIZE, score=score, steps=4) as made:
+            if stops:
+                engines.stuck = {4}
+                made.begin()
+                reached(lambda: made.sampler.buffer.counts() == {"drawn": 0, "sampling": 2, "sampled": 6, "ready": 4})
+                state = made.sampler.state()
+                made.sampler.pause()
+                engines.release()
+                made.ledger.go_back(0, state["cursor"], [slot["position"] for slot in state["slots"]])
+                made.sampler.restore(state)
+            made.run()
+            assert faults_of(made.path) == []
+        return made.taken
+
+    whole = taken(tmp_path / "whole", stops=False)
+    assert whole[1] == [5, 6, 7, 8]
+    assert taken(tmp_path / "stopped", stops=True) == whole
+
+
+def test_a_crash_within_a_round_drops_the_groups_that_the_whole_round_drops(tmp_path: Path) -> None:
+    """After a crash, groups are sampled alone, one after the other, and the others of the round have their answers."""
+
+    def score(groups: Sequence[Group]) -> list[Group]:
+        return scored(groups, lambda group, number: 1.0 if int(group.episodes[0].ids[1]) in (5, 6) else number)
+
+    def taken(folder: Path, *crashes: int) -> list[list[int]]:
+        folder.mkdir()
+        left = set(crashes)
+
+        def kills(position: int) -> bool:
+            crashed = position in left
+            left.discard(position)
+            return crashed
+
+        with loop(folder, FakeEngines(2, kills=kills), "one-step-off", refill=1 / SIZE, score=score, steps=4) as made:
+            made.run()
+            assert faults_of(made.path) == []
+        return made.taken
+
+    whole = taken(tmp_path / "whole")
+    assert whole[1] == [4, 6, 7, 8]
+    assert taken(tmp_path / "crashed", 5) == whole
+
+
 @pytest.mark.parametrize("pipeline", PIPELINES)
 def test_answers_from_before_a_return_are_ignored(tmp_path: Path, pipeline: str) -> None:
     """The run goes back to step 2 while engines sample for later steps."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+import threading
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Future
 from contextlib import asynccontextmanager
@@ -19,12 +20,15 @@ openai = pytest.importorskip("openai")
 
 from rlmesh.errors import UsageError, WeightsNotReady  # noqa: E402
 from rlmesh.rl.engines.rollout import Sample, SamplingParams  # noqa: E402
+from rlmesh.rl.rollout.endpoint.openai_requests import read_request  # noqa: E402
 from rlmesh.rl.rollout.endpoint.server import Endpoint  # noqa: E402
 from rlmesh.rl.rollout.endpoint.sessions import AgentSession  # noqa: E402
 from rlmesh.rl.rollout.episodes.chat_spans import ChatSpans  # noqa: E402
 from rlmesh.rl.rollout.episodes.settings import EpisodeSettings  # noqa: E402
 from rlmesh.rl.rollout.episodes.tasks import EpisodeTask  # noqa: E402
+from rlmesh.rl.rollout.episodes.tools import ToolCall  # noqa: E402
 from rlmesh.rl.types import Episode  # noqa: E402
+from tests.own_time import HANG_S  # noqa: E402
 from tests.rl.turns.scripted import ScriptedEngine, make_tokenizer  # noqa: E402
 
 TOKENIZER = make_tokenizer()
@@ -338,6 +342,43 @@ async def test_a_turn_that_takes_too_long_is_named(stream: bool) -> None:
         assert raised.value.status_code == 504
         assert session.failure == "episode 3 turn 1 engine: no answer in 0.2 s"
         assert served.engine.cancelled == 1 and not session.recording.root.answers
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_parser_of_tool_calls_that_hangs_is_named_and_holds_up_no_other(stream: bool) -> None:
+    stuck = threading.Event()
+
+    def parse(text: str) -> list[ToolCall]:
+        if "2" in text:
+            stuck.wait(HANG_S)
+        return []
+
+    async with serving(echo, parse=parse) as served:
+        session, client = served.session(turn_timeout_s=0.5)
+        other, its_client = served.session()
+        try:
+            more = [USER, {"role": "assistant", "content": "a"}, USER]
+            hangs = client.chat.completions.create(model="any", messages=more, tools=[TOOL], stream=stream)
+            goes = its_client.chat.completions.create(model="any", messages=[USER], tools=[TOOL])
+            answers: Any = await asyncio.gather(hangs, goes, return_exceptions=True)
+        finally:
+            stuck.set()
+        failed, made = answers
+        assert isinstance(failed, openai.InternalServerError) and failed.status_code == 504
+        assert session.failure == "episode 3 turn 1 tool_calls: no answer in 0.5 s"
+        assert made.choices[0].message.content == "[1]" and not other.failure
+
+
+async def test_a_turn_after_one_that_was_given_up_has_a_seed_of_its_own() -> None:
+    """With branches, two turns of one prompt and one seed would be one sample, which is trained on twice."""
+    async with serving(echo) as served:
+        session, _ = served.session(history="branch")
+        request = read_request(json.dumps({"messages": [USER], "n": 2}).encode(), chat=True, max_tokens=100)
+        first, second = session.begin(request), session.begin(request)
+        session.give_up(first)
+        third = session.begin(request)
+        seeds = [one.seed for begun in (first, second, third) for one in begun.params]
+        assert len(set(seeds)) == 6 and session.turn == 4
 
 
 async def test_a_client_that_goes_away_leaves_no_turn() -> None:

@@ -22,6 +22,7 @@ from rlmesh.rl.rollout.episodes.deadlines import hanging_calls
 from rlmesh.rl.rollout.episodes.maker import EpisodeMaker
 from rlmesh.rl.rollout.episodes.plan import EpisodePlan
 from rlmesh.rl.rollout.episodes.tasks import EpisodeTask
+from rlmesh.rl.rollout.episodes.tools import ToolCall, hermes_calls
 from rlmesh.rl.types import Episode
 from tests.own_time import HANG_S
 from tests.rl.turns.episode_runs import complete
@@ -152,6 +153,62 @@ def test_tool_calls_of_a_wrong_type_fail_the_episode(play: Any) -> None:
     wrong: Any = lambda text: [text]  # noqa: E731
     (episode,) = play(lambda text, _: "add", [CHAT], tools=(Tool(add),), settings={"tool_calls": wrong})
     assert "episode 0 turn 1: tool_calls returns a list of ToolCall(name, arguments), not 'add'" in episode.failure
+
+
+def test_calls_are_found_in_linear_time() -> None:
+    """A policy that repeats line breaks after the beginning of a call holds up no other episode."""
+    began = time.process_time()
+    assert hermes_calls("<tool_call>" + "\n" * 100_000) == []
+    assert len(hermes_calls("<tool_call>" * 20_000)) == 0
+    assert time.process_time() - began < 1.0
+    both = f"a {CALL} b <tool_call> {{}} </tool_call></tool_call><tool_call>"
+    found = hermes_calls(both)
+    assert [one.name for one in found] == ["add", ""] and found[0].arguments == {"a": 2, "b": 2}
+    assert [bool(one.fault) for one in found] == [False, True]
+
+
+def test_a_parser_of_calls_that_hangs_fails_its_episode_alone(play: Any) -> None:
+    STUCK.clear()
+
+    def parse(text: str) -> list[ToolCall]:
+        if "wait" in text:
+            STUCK.wait(HANG_S)
+        return []
+
+    def say(text: str, params: SamplingParams) -> str:
+        return "wait" if "user\n1<" in text else "go"
+
+    rows = [{"prompt": [{"role": "user", "content": str(number)}]} for number in range(3)]
+    try:
+        episodes = play(say, rows, tools=(Tool(add),), settings={"tool_calls": parse, "turn_timeout_s": 0.5})
+    finally:
+        STUCK.set()
+    assert [one.failure for one in episodes] == ["", "episode 1 turn 1 tool_calls: no answer in 0.5 s", ""]
+
+
+def test_calls_beside_each_other_share_the_places_of_episodes() -> None:
+    """Each group of an asynchronous pipeline is a call of its own."""
+    tokenizer, playing, most = make_tokenizer(None), list[int](), list[int]()
+
+    class Alone:
+        def reset(self, row: Mapping[str, Any]) -> None:
+            playing.append(row["number"])
+            most.append(len(playing))
+            time.sleep(0.02)
+
+        def step(self, action: str) -> TurnResult:
+            playing.pop()
+            return TurnResult(done=True)
+
+    engine: Any = ScriptedEngine(tokenizer, lambda *_: "x")
+    maker = EpisodeMaker(engine, tokenizer, EpisodePlan(EpisodeSettings(parallel=1), Alone))
+    ids = np.asarray(tokenizer("a")["input_ids"], np.int32)
+    try:
+        calls = [maker.start([EpisodeTask(n, ids, {"prompt": "a", "number": n})], PARAMS) for n in range(4)]
+        assert [len(call.result(HANG_S)) for call in calls] == [1] * 4
+    finally:
+        maker.close()
+    assert most == [1] * 4
 
 
 def guesses(text: str, params: SamplingParams) -> str:

@@ -98,10 +98,15 @@ class AnswerWriter:
     def __init__(self, request: CompletionRequest, spans: ChatSpans, parse: ToolCallParser) -> None:
         self._request, self._spans, self._parse = request, spans, parse
 
+    @property
+    def parses(self) -> bool:
+        """True if `message` looks for tool calls."""
+        return bool(self._request.tools)
+
     def message(self, text: str) -> dict[str, Any]:
         """The assistant's message with this text, in the normal form for comparisons (see `read_request`)."""
         found: dict[str, Any] = {"role": "assistant", "content": text}
-        calls = [call for call in self._parse(text) if not call.fault] if self._request.tools else []
+        calls = [call for call in self._parse(text) if not call.fault] if self.parses else []
         if calls:
             found["content"] = text.partition("<tool_call>")[0].strip() if "<tool_call>" in text else ""
             found["tool_calls"] = [

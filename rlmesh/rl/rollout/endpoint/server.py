@@ -40,7 +40,7 @@ from rlmesh.rl.rollout.endpoint.openai_requests import (
 )
 from rlmesh.rl.rollout.endpoint.sessions import AgentSession, TurnBegun
 from rlmesh.rl.rollout.episodes.chat_spans import ChatSpans
-from rlmesh.rl.rollout.episodes.deadlines import PlaceTimeout
+from rlmesh.rl.rollout.episodes.deadlines import EpisodeThread, PlaceTimeout
 from rlmesh.rl.rollout.episodes.recording import RecordedTurn
 from rlmesh.rl.rollout.episodes.tools import ToolCallParser, hermes_calls
 from rlmesh.rl.rollout.episodes.turn_sampler import TurnSampler
@@ -255,7 +255,7 @@ class Endpoint:
             choices, said = [], []
             for index, sample in enumerate(samples):
                 text = ChoiceText(self._spans, begun.params[index].stop).end(sample.token_ids)
-                message = writer.message(text)
+                message = await self._message(writer, text, begun, session)
                 choices.append(writer.choice(index, text, message, sample))
                 said.append(_said(request, text, message, sample))
             recorded.keep(samples, said)
@@ -292,7 +292,7 @@ class Endpoint:
                         continue
                     assert isinstance(result, Sample)
                     rest = texts[index].end(result.token_ids)
-                    message = writer.message(texts[index].told)
+                    message = await self._message(writer, texts[index].told, begun, session)
                     if request.tools:
                         rest = message["content"]
                     said[index] = _said(request, texts[index].told, message, result)
@@ -314,6 +314,28 @@ class Endpoint:
                 sampling.cancel()
         if request.usage:
             yield {**head, "choices": [], "usage": writer.usage(len(begun.ids), list(samples.values()))}
+
+    async def _message(
+        self, writer: AnswerWriter, text: str, begun: TurnBegun, session: AgentSession | None
+    ) -> dict[str, Any]:
+        """The assistant's message with this text. A parser of the user finds its tool calls on a thread: it may
+        hang."""
+        if self._parse is hermes_calls or not writer.parses:
+            return writer.message(text)
+        place, thread = begun.place.replace(" engine", " tool_calls"), EpisodeThread("rlmesh-tool-calls")
+        try:
+            message: dict[str, Any] = await thread.call(
+                writer.message, text, timeout_s=self._limit(session), place=place
+            )
+            return message
+        except PlaceTimeout as error:
+            raise _as_refused(error, session) from error
+        finally:
+            thread.close()
+
+    def _limit(self, session: AgentSession | None) -> float:
+        """The time limit of a turn, in seconds."""
+        return self._timeout_s if session is None else session.settings.turn_timeout_s
 
     def _begin(self, request: CompletionRequest, session: AgentSession | None) -> TurnBegun:
         if session is not None:
@@ -337,8 +359,7 @@ class Endpoint:
         self, begun: TurnBegun, session: AgentSession | None, queue: Queue | None = None
     ) -> list[Sample]:
         """Sample all choices. Tokens, and then the samples, are put into the queue as they come."""
-        limit = self._timeout_s if session is None else session.settings.turn_timeout_s
-        loop = asyncio.get_running_loop()
+        limit, loop = self._limit(session), asyncio.get_running_loop()
 
         async def one(index: int, params: SamplingParams) -> Sample:
             watch = None

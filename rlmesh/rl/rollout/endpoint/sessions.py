@@ -81,7 +81,7 @@ class AgentSession:
         self.quiet_since: float | None = asyncio.get_running_loop().time()
         self.answers: dict[bytes, asyncio.Future[Any]] = {}
         """The answers by request, for a client that retries."""
-        self._sampling = self._begun = 0
+        self._sampling = self._begun = self._drawn = 0
 
     def begin(self, request: CompletionRequest) -> TurnBegun:
         """Find the turn that a request continues, and tokenise the new messages. Call `record` or `give_up` afterwards.
@@ -109,9 +109,11 @@ class AgentSession:
         self._tell_of_fixed(request)
         asked = replace(self._params, max_tokens=min(self._params.max_tokens, request.params.max_tokens))
         asked = replace(asked, stop=(*self._params.stop, *request.params.stop))
-        params = tuple(self.task.params(asked, self._begun + choice, left) for choice in range(request.count))
+        # Turns that were given up count too: two turns of one prompt with one seed would be the same sample twice.
+        params = tuple(self.task.params(asked, self._drawn + choice, left) for choice in range(request.count))
         parent.answers += 1
         self._begun += request.count
+        self._drawn += request.count
         self._sampling += 1
         self.quiet_since = None
         tools = request.tools if parent is self.recording.root else parent.tools

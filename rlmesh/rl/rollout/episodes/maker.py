@@ -45,6 +45,8 @@ class EpisodeMaker:
         self._sampler = TurnSampler(engine)
         self._endpoint: Endpoint | None = None
         self._starts = asyncio.Lock()
+        self._room = asyncio.Semaphore(plan.settings.parallel)
+        """Shared by all calls of `make` and `start`, which run concurrently."""
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="rlmesh-episodes", daemon=True)
         self._thread.start()
@@ -97,10 +99,9 @@ class EpisodeMaker:
             async with self._starts:  # calls run concurrently
                 if self._endpoint is None:
                     await self._start_endpoint()
-        room = asyncio.Semaphore(self.plan.settings.parallel)
 
         async def one(task: EpisodeTask) -> list[Episode]:
-            async with room:
+            async with self._room:
                 return await self._play(task, params)
 
         playing = [asyncio.ensure_future(one(task)) for task in tasks]

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 from rlmesh.rl.rollout.episodes.deadlines import EpisodeThread, PlaceTimeout
 from rlmesh.rl.rollout.episodes.environments import TurnResult, checked_said, to_turn_result
 from rlmesh.rl.rollout.episodes.settings import EpisodeSettings
-from rlmesh.rl.rollout.episodes.tools import Tool, ToolCall, ToolCallParser
+from rlmesh.rl.rollout.episodes.tools import Tool, ToolCall, ToolCallParser, hermes_calls
 
 __all__ = ["EnvironmentPartner", "EpisodeFailed", "Partner", "ToolPartner"]
 
@@ -124,7 +124,9 @@ class ToolPartner:
     async def step(self, action: Any, turn: int) -> TurnResult:
         where = f"{self._episode} turn {turn}"
         try:
-            calls: list[Any] = list(self._parse(action))
+            calls = await self._calls_in(action, where)
+        except PlaceTimeout:
+            raise
         except Exception as error:
             raise EpisodeFailed(f"{where}: tool_calls failed: {type(error).__name__}: {error}") from error
         if wrong := [call for call in calls if not isinstance(call, ToolCall)]:
@@ -135,6 +137,14 @@ class ToolPartner:
         if not self._chat:
             return TurnResult("".join(answer for _, answer in answers))
         return TurnResult([{"role": "tool", "name": call.name, "content": answer} for call, answer in answers])
+
+    async def _calls_in(self, text: str, where: str) -> list[Any]:
+        """The calls in a turn. A parser of the user is called on the thread of the episode: it may hang."""
+        if self._parse is hermes_calls:
+            return [*hermes_calls(text)]
+        limit, place = self._settings.turn_timeout_s, f"{where} tool_calls"
+        found: list[Any] = await self._thread.call(lambda: [*self._parse(text)], timeout_s=limit, place=place)
+        return found
 
     async def _carry_out(self, call: ToolCall, where: str) -> str:
         """Carry out a call; returns the answer as a text."""
