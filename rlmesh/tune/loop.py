@@ -124,6 +124,8 @@ class TrialLoop:
             done = int(Path(trial.checkpoint).name) if trial.checkpoint else 0
             trial.history = [pair for pair in trial.history if pair[0] <= done]
             trial.last_result = ResultDict() if files is None else files.begin(done)
+        elif files is not None and (restored := trials.iteration_of(files.folder, restore)) is not None:
+            files.begin(restored)  # drops the results that this training computes again
         self.search.go_on(number, trial.history)
         self._save_state()
         slot.submit("begin", self.of_trial(self._values[number], pickled=self.threads > 0), restore, self.threads)

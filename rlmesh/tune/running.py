@@ -103,6 +103,8 @@ def run(
     if search_alg is not None and not settings.space:
         raise UsageError("tune.run(search_alg=…): no setting is a search space, such as tune.uniform(0.9, 1)")
     folder = Path(storage_path).absolute() if storage_path is not None else None
+    if single and folder is not None:
+        _require_own(folder, restore)
     found = ExperimentAnalysis([], metric or DEFAULT_METRIC, mode, folder, single=single)
     seed = SEED if seed is None else seed
     search, todo = _search(settings, found, search_alg, num_samples, seed, stop, resume=resume)
@@ -119,6 +121,15 @@ def run(
     if not single and (found.errors if raise_on_failed_trial else len(found.errors) == len(found.trials) > 0):
         raise _failure(found)
     return found
+
+
+def _require_own(folder: Path, restore: str | Path | None) -> None:
+    """Refuse the folder of another training, whose results and checkpoints would pass for those of this one."""
+    if trials.has_training(folder) and trials.iteration_of(folder, restore) is None:
+        raise UsageError(
+            f"tune.run: {folder} has a training: go on with it by restore=CHECKPOINT, one of {folder / 'checkpoints'}, "
+            "or name another folder"
+        )
 
 
 def _require_whole(least: int, **numbers: Any) -> None:

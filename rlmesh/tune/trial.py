@@ -194,6 +194,17 @@ class TrialFiles:
         draw_curves(self.folder / CURVES, {"": read_results(self.folder)})
 
 
+def has_training(folder: Path) -> bool:
+    """True if a folder has results of a training."""
+    return (folder / RESULTS).is_file()
+
+
+def iteration_of(folder: Path, checkpoint: str | Path | None) -> int | None:
+    """The iteration of a checkpoint of the training in a folder; None if it is none of these."""
+    path = None if checkpoint is None else Path(checkpoint).absolute()
+    return int(path.name) if path is not None and path.parent == folder / CHECKPOINTS and path.name.isdigit() else None
+
+
 def read_results(folder: Path) -> list[dict[str, Any]]:
     """The results in a folder, one dict of numbers each. A line that was cut off is left out."""
     try:

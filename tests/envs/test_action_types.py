@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from rlmesh.envs import BCConfig, PPOConfig, SACConfig, SampleBatch, TD3Config
+from rlmesh.envs.modules.continuous import SACModule, TD3Module
 
 SMALL: dict[str, Any] = {"model": {"fcnet_hiddens": (8,)}}
 OFF_POLICY: dict[str, Any] = {
@@ -90,3 +91,25 @@ def test_recorded_actions_of_float64_are_cloned() -> None:
     with config_of(BCConfig, np.float64, **settings).build() as algorithm:
         losses = [algorithm.train()["learners"]["default_policy"]["learner_stats"]["policy_loss"] for _ in range(3)]
     assert losses[-1] < losses[0]
+
+
+@pytest.mark.parametrize("kind", [SACModule, TD3Module])
+@pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
+def test_scaled_actions_stay_within_the_box(kind: Any, dtype: Any) -> None:
+    """By rounding, the middle plus half of the width may be larger than the upper bound."""
+    rng = np.random.default_rng(0)
+    low = rng.uniform(-3, 3, 200).astype(dtype)
+    high = (low + rng.uniform(0.1, 5, 200)).astype(dtype)
+    space = gym.spaces.Box(low, high, dtype=dtype)
+    distribution = kind(Reach.observation_space, space).distribution
+    for end, bound in ((-1, low), (1, high)):
+        action = distribution.to_env(np.full((3, 200), end, np.float32))
+        assert action.dtype == dtype
+        assert all(map(space.contains, action))
+        np.testing.assert_allclose(action[0], bound, rtol=0.01, atol=0.01)
+
+
+def test_a_box_as_wide_as_its_type_has_scaled_actions() -> None:
+    most = np.finfo(np.float32).max
+    distribution = SACModule(Reach.observation_space, gym.spaces.Box(-most, most, (1,))).distribution
+    assert distribution.to_env(np.array([[-1], [0], [0.5]], np.float32)).tolist() == [[-most], [0], [most / 2]]

@@ -412,3 +412,24 @@ def test_weights_that_are_set_by_hand_stay() -> None:
     remote.set_weights(remote.get_weights())  # a runner with weights of the group
     assert remote.sample_with_stats(5, version=3) is not None
     assert remote.sample_with_stats(5, version=4) is None  # the group has newer ones
+
+
+def test_episodes_are_counted_once_whatever_fails() -> None:
+    """Of calls that raise, no episode counts; those of earlier calls stay."""
+
+    class Breaks(Count):
+        def step(self, action: Any) -> Any:
+            if self.episode == 3 and self.at == 1:
+                raise RuntimeError("the simulator crashed")
+            return super().step(action)
+
+    def made() -> EnvRunner:
+        runner = EnvRunner(lambda c: Breaks((2,), (False,)), Random, restart_failed_sub_environments=False)
+        runner.sample(2)  # episode 0
+        return runner
+
+    for wanted in ({"num_steps": 20}, {"num_episodes": 5}):
+        runner = made()
+        with pytest.raises(RuntimeError, match="crashed"):
+            runner.sample(**wanted)
+        assert runner.take_stats().returns == [3.0]

@@ -6,7 +6,16 @@ from typing import Any
 
 import pytest
 
-from rlmesh.envs import A2CConfig, Algorithm, AlgorithmConfig, PGConfig, PPOConfig, get_algorithm_class, register_env
+from rlmesh.envs import (
+    A2CConfig,
+    Algorithm,
+    AlgorithmConfig,
+    PGConfig,
+    PolicySpec,
+    PPOConfig,
+    get_algorithm_class,
+    register_env,
+)
 from rlmesh.envs.algorithms.settings import ALIASES, SECTIONS
 from rlmesh.envs.environments.registry import unregister_env
 from rlmesh.errors import UsageError
@@ -130,3 +139,15 @@ def test_algorithms_by_name() -> None:
     assert A2CConfig().lambda_ == 1.0
     with pytest.raises(UsageError, match=r"no algorithm 'PPPO'. Did you mean 'PPO'"):
         get_algorithm_class("PPPO")
+
+
+def test_two_names_of_one_setting_are_refused() -> None:
+    """The one that came last had an effect: a schedule was lost beside ``lr``."""
+    with pytest.raises(UsageError, match="'lr_schedule' and 'lr' are names of one setting"):
+        PPOConfig().training(lr_schedule=[[0, 1e-3], [100, 0.0]], lr=5e-5)
+    with pytest.raises(UsageError, match="'num_workers' and 'num_env_runners' are names"):
+        PPOConfig.from_dict({"num_workers": 2, "lr": 1e-3, "num_env_runners": 0})
+    with pytest.raises(UsageError, match="'gae_lambda' and 'lambda' are names"):
+        config = PPOConfig().environment("CartPole-v1")
+        config.multi_agent(policies={"a": PolicySpec(config={"gae_lambda": 0.9, "lambda": 0.8})}).build()
+    assert PPOConfig().training(lr=1e-3).training(lr_schedule=[[0, 1e-3], [9, 0.0]])["lr"] == [[0, 1e-3], [9, 0.0]]

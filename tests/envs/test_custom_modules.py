@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -9,8 +10,20 @@ import pytest
 import torch
 from torch import nn
 
-from rlmesh.envs import ActorCriticModule, DQNConfig, EnvRunner, IMPALAConfig, ModulePolicy, PPOConfig
+from rlmesh.envs import (
+    ActorCriticModule,
+    APPOConfig,
+    DQNConfig,
+    EnvRunner,
+    IMPALAConfig,
+    MARWILConfig,
+    ModulePolicy,
+    PGConfig,
+    PPOConfig,
+    RLModule,
+)
 from rlmesh.envs.learners.impala import IMPALALearner
+from rlmesh.envs.modules.distributions import distribution_of
 from rlmesh.envs.modules.numpy_forward import NumpyForward
 from rlmesh.envs.modules.q_module import QModule
 from rlmesh.errors import UsageError
@@ -164,3 +177,65 @@ def test_runners_act_by_the_network_that_is_trained(kind: type[ActorCriticModule
     with torch.no_grad():
         trained = module.forward_train({"obs": torch.from_numpy(batch["obs"])})["action_dist_inputs"].numpy()
     assert batch["action_dist_inputs"] == pytest.approx(trained, abs=1e-5)
+
+
+class NotSqueezed(RLModule):
+    """Returns a column of values, ``[rows, 1]``, or of log-probabilities."""
+
+    known_settings: Mapping[str, Any] = {"column": "vf_preds", "acts": False}
+
+    def setup(self) -> None:
+        self.distribution = distribution_of(self.action_space)
+        self.body = torch.nn.Linear(4, 2 + 1)
+
+    def forward_train(self, batch: Any) -> dict[str, torch.Tensor]:
+        out = self.body(batch["obs"])
+        column = self.model_config["column"]
+        values = out[..., 2:] if column == "vf_preds" else out[..., 2]
+        return {"action_dist_inputs": out[..., :2], "vf_preds": values}
+
+    def forward_exploration(self, batch: Any) -> dict[str, torch.Tensor]:
+        outputs = self.forward_train(batch)
+        if self.model_config["column"] == "vf_preds":
+            return outputs if self.model_config["acts"] else {"action_dist_inputs": outputs["action_dist_inputs"]}
+        actions = outputs["action_dist_inputs"].argmax(-1)
+        return {**outputs, "actions": actions, "action_logp": torch.zeros(len(actions), 1)}
+
+
+@pytest.mark.parametrize("kind", [PPOConfig, PGConfig, IMPALAConfig, APPOConfig])
+@pytest.mark.parametrize("envs", [1, 2])
+@pytest.mark.parametrize(
+    "model",
+    [{"column": "vf_preds"}, {"column": "vf_preds", "acts": True}, {"column": "action_logp"}],
+    ids=["values", "values while acting", "log-probabilities"],
+)
+def test_results_of_a_module_that_are_not_one_per_row_are_refused(kind: Any, envs: int, model: dict[str, Any]) -> None:
+    """Values of shape [rows, 1], less targets of shape [rows], are [rows, rows], and the loss means nothing."""
+    config = kind().environment("CartPole-v1").rl_module(module_class=NotSqueezed, model_config=model)
+    config.env_runners(num_env_runners=0, num_envs_per_env_runner=envs, rollout_fragment_length=20)
+    config.training(train_batch_size=40, minibatch_size=None).reporting(min_env_steps_per_iteration=0)
+    if kind is APPOConfig:
+        config.training(circular_buffer_num_batches=1)
+    with config.build() as algorithm:
+        column = model["column"]
+        with pytest.raises(
+            UsageError, match=f"NotSqueezed returned '{column}' with 2 axes: it has one number for each"
+        ):
+            algorithm.train()
+
+
+def test_values_of_recorded_steps_that_are_not_one_per_row_are_refused() -> None:
+    recorded = EnvRunner("CartPole-v1", ModulePolicy, seed=0, infos=False).sample(40)
+    config = MARWILConfig().environment("CartPole-v1").rl_module(module_class=NotSqueezed)
+    config.offline_data(input_=recorded).training(train_batch_size=40)
+    with config.build() as algorithm, pytest.raises(UsageError, match="NotSqueezed returned 'vf_preds' with 2 axes"):
+        algorithm.train()
+
+
+@pytest.mark.parametrize("name", ["advantages", "value_targets", "action_logp"])
+def test_columns_that_are_not_one_per_row_are_refused(name: str) -> None:
+    with PPOConfig().environment("CartPole-v1").training(train_batch_size=40, minibatch_size=20).build() as algorithm:
+        batch = algorithm.env_runner.sample(40)
+        batch[name] = batch[name][:, None]
+        with pytest.raises(UsageError, match=rf"the column '{name}' has shape \(40, 1\); it has one number for each"):
+            algorithm.learner_group.update(batch)

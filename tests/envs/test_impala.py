@@ -477,3 +477,20 @@ def test_cartpole_is_learnt(name: str, runners: int, reaches: float) -> None:
             result = algorithm.train()
             best = max(best, result["env_runners"]["episode_return_mean"])
             assert result["timesteps_total"] < 350_000, f"the best mean return was {best:.0f}"
+
+
+@pytest.mark.parametrize("uses", [1, 2, 3])
+def test_schedules_count_each_step_once_however_often_it_is_used(uses: int) -> None:
+    config = small(APPOConfig()).training(lr=[[0, 1e-3], [400, 0.0]], circular_buffer_num_batches=1)
+    config.training(circular_buffer_iterations_per_batch=uses)
+    with config.build() as algorithm:
+        steps = [algorithm.train()["timesteps_total"] for _ in range(3)]
+        learner: Any = algorithm.get_policy().learner
+        assert steps[-1] == 120
+        assert learner.steps == 120
+        state = learner.get_state()
+        rates = [algorithm.train()["learners"]["default_policy"]["learner_stats"]["curr_lr"] for _ in range(2)]
+        assert rates[1] < rates[0]
+        assert 120 / 400 <= 1 - rates[0] / 1e-3 < 160 / 400
+        learner.set_state(state)
+        assert learner.steps == 120

@@ -241,3 +241,23 @@ def test_an_expert_is_cloned_from_a_minari_data_set(tmp_path: Path, monkeypatch:
         assert algorithm.evaluate()["env_runners"]["episode_return_mean"] >= 450
     with cloned(dataset).build() as algorithm:
         assert len(algorithm.data) == 3000  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("name", ["obs", "actions"])
+def test_recorded_numbers_that_do_not_fit_their_space_are_refused(name: str) -> None:
+    """NumPy would wrap them: 300 became 44."""
+
+    class Small(Count):
+        observation_space: Any = gym.spaces.Box(-100, 100, (2,), np.int8)
+        action_space: Any = gym.spaces.Box(0, 100, (1,), np.int8)
+
+    columns: dict[str, Any] = {
+        "obs": np.full((4, 2), 7), "actions": np.full((4, 1), 3), "rewards": np.zeros(4, np.float32),
+        "terminateds": np.arange(4) == 3, "truncateds": np.zeros(4, bool),
+    }  # fmt: skip
+    config = BCConfig().environment(lambda context: Small()).training(train_batch_size=4)
+    with config.copy().offline_data(input_=SampleBatch(columns)).build() as algorithm:
+        algorithm.train()
+    columns[name] = columns[name] + 300
+    with pytest.raises(UsageError, match="do not fit int8, the type of their space"):
+        config.offline_data(input_=SampleBatch(columns)).build()

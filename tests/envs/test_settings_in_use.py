@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from itertools import pairwise
-from typing import Any
+from typing import Any, ClassVar
 
 import gymnasium as gym
 import numpy as np
 import pytest
 import torch
-from gymnasium.vector import SyncVectorEnv
+from gymnasium.vector import AutoresetMode, SyncVectorEnv
 
 from rlmesh.envs import (
     ActorCriticModule,
@@ -21,13 +21,15 @@ from rlmesh.envs import (
     Policy,
     PPOConfig,
     SACConfig,
+    TD3Config,
+    make_multi_agent,
     synchronous_parallel_sample,
 )
 from rlmesh.envs.algorithms.results import EpisodeWindow
 from rlmesh.envs.runners.episode_stats import EpisodeStats
 from rlmesh.errors import UsageError
 
-from .environments import Count, Target
+from .environments import Count, Frames, Target
 
 
 @pytest.mark.parametrize(("length", "expected"), [("auto", 20), (20, 20), (5, 5), (7, 7)])
@@ -184,11 +186,78 @@ def test_evaluation_runners_restart_as_the_settings_say(monkeypatch: pytest.Monk
 def test_off_policy_steps_count_the_environments_of_a_vector() -> None:
     """Beside remote runners, the local one has one environment, unless the creator makes vectors."""
     config = DQNConfig().environment(lambda context: SyncVectorEnv([Count] * 3)).env_runners(rollout_fragment_length=2)
-    remote = config.copy().env_runners(num_env_runners=2)
     algorithm: Any
     with config.build() as algorithm:
-        assert algorithm._num_envs(remote) == 3
+        algorithm.env_runner_group.num_env_runners = 2  # as if there were remote runners
+        assert algorithm.env_runner_group.envs_of_a_runner == 3
         assert algorithm._steps == 6
     config = DQNConfig().environment("CartPole-v1").env_runners(num_envs_per_env_runner=1)
     with config.build() as algorithm:
-        assert algorithm._num_envs(config.copy().env_runners(num_env_runners=2, num_envs_per_env_runner=5)) == 5
+        group = algorithm.env_runner_group
+        group.num_env_runners, group._num_envs = 2, 5
+        assert group.envs_of_a_runner == 5
+
+
+@pytest.mark.parametrize("mode", [AutoresetMode.NEXT_STEP, AutoresetMode.SAME_STEP], ids=str)
+def test_steps_that_reset_cost_no_further_fragments(mode: AutoresetMode) -> None:
+    """With fragments of one batch in all, a batch does not have twice its size since some rows are no steps."""
+
+    def creator(context: Any) -> Any:
+        return SyncVectorEnv([lambda: Count((5,), (False,))] * 2, autoreset_mode=mode)
+
+    config = PGConfig().environment(creator).env_runners(rollout_fragment_length=20).training(train_batch_size=40)
+    with config.debugging(seed=1).build() as algorithm:
+        for _ in range(3):
+            result = algorithm.train()
+            assert 32 <= result["env_runners"]["num_env_steps_sampled"] <= 40
+        batch = synchronous_parallel_sample(worker_set=algorithm.env_runner_group, max_env_steps=41)
+        assert 64 <= batch.env_steps() <= 80
+
+
+def test_evaluations_change_single_keys_of_the_environment() -> None:
+    class Sized(Frames):
+        seen: ClassVar[list[Any]] = []
+
+        def __init__(self, config: Any) -> None:
+            self.seen.append((config["side"], config.get("hard", False)))
+
+    config = PPOConfig().environment(Sized, env_config={"side": 7}).evaluation(evaluation_duration=1)
+    config.rl_module(model_config={"conv_filters": [[4, 8, 4]], "conv_features": 8})
+    with config.evaluation(evaluation_config={"env_config": {"hard": True}}).build() as algorithm:
+        assert set(Sized.seen) == {(7, False)}
+        Sized.seen.clear()
+        algorithm.evaluate()
+        assert set(Sized.seen) == {(7, True)}
+        assert algorithm.config["env_config"] == {"side": 7}
+    config.evaluation(evaluation_config={"env": lambda context: Count(), "env_config": {"other": 1}})
+    assert config.of_evaluation()["env_config"] == {"other": 1}
+
+
+@pytest.mark.parametrize("kind", [DQNConfig, SACConfig, TD3Config])
+@pytest.mark.parametrize("key", ["vf_share_layers", "log_std_init"])
+def test_settings_of_networks_that_are_not_there_are_refused(kind: Any, key: str) -> None:
+    config = kind().environment("CartPole-v1" if kind is DQNConfig else "Pendulum-v1")
+    value = 0.5 if key == "log_std_init" else True
+    with pytest.raises(UsageError, match=f"'{key}': .*this algorithm.*Leave the key out"):
+        config.rl_module(model_config={key: value}).build()
+
+
+@pytest.mark.parametrize("several", [False, True])
+def test_policies_without_a_seed_begin_with_weights_of_their_own(several: bool) -> None:
+    """All of them drew their weights of the same state of torch's generator, which stays as it is."""
+    before = torch.get_rng_state()
+
+    def weights(policies: dict[str, Any]) -> list[np.ndarray]:
+        return [each["encoder.1.weight"] for each in policies.values()]
+
+    if several:
+        config = PPOConfig().environment(make_multi_agent("CartPole-v1"), env_config={"num_agents": 2})
+        config.multi_agent(policies=["a", "b"], policy_mapping_fn=lambda agent, episode: "ab"[agent])
+        with config.build() as algorithm:
+            one, other = weights(algorithm.get_weights())
+    else:
+        (one,), (other,) = (weights(EnvRunner("CartPole-v1", ModulePolicy).get_weights()) for _ in range(2))
+    assert not np.array_equal(one, other)
+    assert torch.equal(torch.get_rng_state(), before)
+    seeded = [weights(EnvRunner("CartPole-v1", ModulePolicy, seed=0).get_weights())[0] for _ in range(2)]
+    assert np.array_equal(seeded[0], seeded[1])

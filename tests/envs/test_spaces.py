@@ -323,3 +323,19 @@ def test_single_actions_have_the_structure_of_the_space() -> None:
         action = algorithm.compute_single_action(1, explore=True)
         assert INSIDE.contains(action)
         assert algorithm.compute_actions({"x": 0, "y": 1}).keys() == {"x", "y"}
+
+
+def test_characters_have_one_order_in_all_processes() -> None:
+    """Gymnasium keeps the order of a set in some versions, which differs from process to process."""
+    one, other = spaces.Text(3, charset="abc"), spaces.Text(3, charset="cab")
+    assert one == other
+    rows = [ObservationRows(space) for space in (one, other)]
+    written = [each.empty(1) for each in rows]
+    for each, row in zip(rows, written, strict=True):
+        each.write(row, 0, "ba")
+    assert np.array_equal(written[0], written[1])
+    actions = [ActionRows(space) for space in (one, other)]
+    rows_of_actions = [each.to_rows(["cba"]) for each in actions]
+    assert np.array_equal(rows_of_actions[0], rows_of_actions[1])
+    row = actions[0].to_rows(["bc"])
+    assert [each.to_env(row)[0] for each in actions] == ["bc", "bc"]

@@ -9,7 +9,16 @@ import gymnasium as gym
 import numpy as np
 import pytest
 
-from rlmesh.envs import PPO, EnvContext, EnvRunner, ModulePolicy, MultiAgentEnv, PPOConfig, make_multi_agent
+from rlmesh.envs import (
+    PPO,
+    EnvContext,
+    EnvRunner,
+    ModulePolicy,
+    MultiAgentEnv,
+    Policy,
+    PPOConfig,
+    make_multi_agent,
+)
 from rlmesh.envs.environments.registry import env_creator_of
 from rlmesh.envs.runners.base import LongEpisodes
 from rlmesh.envs.runners.creation import make_runner
@@ -262,3 +271,54 @@ def test_a_setup_that_fails_leaves_no_runners() -> None:
     with pytest.raises(RuntimeError, match="of the subclass"):
         Own({"env": "CartPole-v1"})
     assert len(stopped) == 1
+
+
+class _Wide(gym.vector.VectorEnv[Any, Any, Any]):
+    """Two environments that return int64 where their space has int8; an episode has two steps."""
+
+    single_observation_space = observation_space = gym.spaces.Box(-100, 100, (1,), np.int8)
+    single_action_space = action_space = gym.spaces.Discrete(2)
+    num_envs = 2
+
+    def __init__(self, mode: Any, values: tuple[int, int]) -> None:
+        self.metadata, self.values, self.at = {"autoreset_mode": mode}, values, 0
+
+    def _observed(self, value: int) -> np.ndarray:
+        return np.full((2, 1), value)
+
+    def reset(self, *, seed: Any = None, options: Any = None) -> Any:
+        return self._observed(self.values[0]), {}
+
+    def step(self, actions: Any) -> Any:
+        self.at += 1
+        done = np.full(2, self.at % 2 == 0)
+        infos = {"final_obs": self._observed(self.values[1])} if done[0] else {}
+        return self._observed(self.values[0]), np.ones(2), np.zeros(2, bool), done, infos
+
+
+@pytest.mark.parametrize("values", [(300, 1), (-200, 1), (1, 300)])
+def test_whole_numbers_of_vectors_that_do_not_fit_are_refused_too(values: tuple[int, int]) -> None:
+    same_step = gym.vector.AutoresetMode.SAME_STEP
+    good = EnvRunner(lambda context: _Wide(same_step, (7, 99)), ModulePolicy).sample(8)
+    assert set(good["new_obs"].ravel()) == {7, 99}
+    with pytest.raises(UsageError, match="numbers that do not fit int8"):
+        EnvRunner(lambda context: _Wide(same_step, values), ModulePolicy).sample(8)
+
+
+@pytest.mark.parametrize(("kind", "action"), [(np.float64, 0.9), (np.int64, 257)])
+def test_actions_that_do_not_fit_the_type_of_their_space_are_refused(kind: Any, action: Any) -> None:
+    """They became another action: 0.9 became 0, and 257 became 1."""
+
+    class Binary(Endless):
+        action_space: Any = gym.spaces.MultiBinary(1)
+
+    class Chooses(Policy):
+        def compute_actions(self, obs_batch: Any, state_batches: Any = None, **more: Any) -> Any:
+            return np.full((len(obs_batch), 1), self.config["action"], kind), None, {}
+
+    def runner(value: Any) -> EnvRunner:
+        return EnvRunner(lambda context: Binary(), Chooses, policy_config={"action": value})
+
+    assert (runner(1).sample(3)["actions"] == 1).all()
+    with pytest.raises(UsageError, match=r"Chooses chose actions of .* that do not fit int8"):
+        runner(action).sample(3)

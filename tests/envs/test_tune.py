@@ -17,6 +17,7 @@ import torch
 
 from rlmesh import tune
 from rlmesh.cli.main import main
+from rlmesh.cli.trained.agents import checkpoint_in
 from rlmesh.envs import PG, PPO, Algorithm, DQNConfig, PGConfig, PPOConfig, ResultDict
 from rlmesh.errors import UsageError
 
@@ -149,3 +150,18 @@ def test_the_command_runs_until_it_is_interrupted() -> None:
         assert process.stdout.readline().startswith("PPO 1: 4000 steps")
         process.send_signal(signal.SIGINT)
         assert process.wait(100) == 130
+
+
+def test_trainings_do_not_mix_in_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The results and checkpoints of an earlier training pass for those of the later one."""
+    given: dict[str, Any] = {"config": SMALL, "storage_path": tmp_path, "checkpoint_freq": 1, "verbose": 0}
+    tune.run("PPO", stop={"training_iteration": 4}, **given)
+    with pytest.raises(UsageError, match="has a training: go on with it by restore=CHECKPOINT"):
+        tune.run("PPO", stop={"training_iteration": 2}, **given)
+    checkpoint = tmp_path / "checkpoints" / "000001"
+    with pytest.raises(UsageError, match="has a training"):
+        tune.run("PPO", restore=tmp_path / "elsewhere", **given)
+    tune.run("PPO", stop={"training_iteration": 2}, restore=checkpoint, **given)
+    rows = [json.loads(line) for line in (tmp_path / "results.jsonl").read_text().splitlines()]
+    assert [row["training_iteration"] for row in rows] == [1, 2]
+    assert checkpoint_in(tmp_path) == tmp_path / "checkpoints" / "000002"

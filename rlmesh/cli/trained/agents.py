@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -30,12 +31,23 @@ def checkpoint_in(folder: Path) -> Path | None:
     if not (folder / "results.jsonl").is_file():
         return None
     found = sorted(path for path in (folder / CHECKPOINTS).glob("*") if (path / STATE).is_file())
+    last = _last_iteration(folder)  # a training that went on from an earlier checkpoint left the later ones behind
+    found = [path for path in found if not path.name.isdigit() or int(path.name) <= last] or found
     if not found:
         raise UsageError(
             f"{folder} has no checkpoint: train with tune.run(checkpoint_at_end=True), or rlmesh train --run NAME "
             "--run-dir DIR --checkpoint-at-end"
         )
     return found[-1]
+
+
+def _last_iteration(folder: Path) -> int:
+    """The iteration of the last result of a training; a line that was cut off is left out."""
+    last = 0
+    for line in (folder / "results.jsonl").read_text().splitlines():
+        with suppress(ValueError):
+            last = int(json.loads(line).get("training_iteration") or 0)
+    return last
 
 
 def _best(folder: Path) -> Path:

@@ -179,7 +179,7 @@ class Algorithm:
         Returns:
             ``env_runners``: returns and lengths of these episodes alone.
         """
-        config = self.config.copy().update_from_dict({"explore": False, **self.config["evaluation_config"]})
+        config = self.config.of_evaluation()
         if self._evaluation is None:
             arguments = self._runner_arguments(config)
             seed = config["seed"]

@@ -6,7 +6,14 @@ import copy
 from collections.abc import Collection, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
-from rlmesh.envs.algorithms.settings import ALIASES, ALLOWED, NOT_THERE, SECTIONS, problems_of
+from rlmesh.envs.algorithms.settings import (
+    ALIASES,
+    ALLOWED,
+    NOT_THERE,
+    SECTIONS,
+    problems_of,
+    require_one_name_each,
+)
 from rlmesh.envs.environments.registry import did_you_mean, env_creator_of
 from rlmesh.envs.external.spec import external_problems
 from rlmesh.envs.multi_agent.policies import PolicySpec, policy_specs
@@ -125,7 +132,8 @@ class AlgorithmConfig:
     def evaluation(self, **settings: Any) -> Self:
         """Evaluation: ``evaluation_interval`` (iterations; None: by `Algorithm.evaluate` only),
         ``evaluation_duration``, ``evaluation_duration_unit`` (``"episodes"`` or ``"timesteps"``),
-        ``evaluation_num_env_runners``, ``evaluation_config`` (settings that differ; by default ``explore=False``)."""
+        ``evaluation_num_env_runners``, ``evaluation_config`` (settings that differ; by default ``explore=False``; of
+        ``env_config`` the keys that differ)."""
         return self._set("evaluation", settings)
 
     def fault_tolerance(self, **settings: Any) -> Self:
@@ -234,6 +242,16 @@ class AlgorithmConfig:
             "policy_mapping_fn": mapping, "policy_configs": configs,
         }  # fmt: skip
 
+    def of_evaluation(self) -> Self:
+        """The settings of evaluations: these with the changes of ``evaluation_config``.
+
+        Its ``env_config`` changes single keys of that of training, unless it names another environment.
+        """
+        changes = {"explore": False, **self._values["evaluation_config"]}
+        if "env" not in changes and "env_config" in changes:
+            changes["env_config"] = {**self._values["env_config"], **(changes["env_config"] or {})}
+        return self.copy().update_from_dict(changes)
+
     def runner_connectors(self) -> Any:
         """The connectors of runners: a list; by policy, if the runners have several and the settings differ."""
         given = self._values["connectors"]
@@ -246,6 +264,7 @@ class AlgorithmConfig:
     def _config_of(self, policy_id: str, changes: Mapping[str, Any] | None) -> Self:
         known = {*self._sections["training"], *self._sections["rl_module"]} - set(self.of_all_policies)
         config = self.copy()
+        require_one_name_each(f"policies: the config of {policy_id!r}", changes or {})
         for name, value in (changes or {}).items():
             if ALIASES.get(name, name) not in known:
                 raise UsageError(
@@ -344,6 +363,7 @@ class AlgorithmConfig:
 
     def update_from_dict(self, settings: Mapping[str, Any]) -> Self:
         """Set settings of any section."""
+        require_one_name_each(type(self).__name__, settings)
         for name, value in settings.items():
             self[name] = value
         return self
@@ -400,6 +420,7 @@ class AlgorithmConfig:
         if self._frozen:
             raise UsageError(f"{where}: the algorithm is built; change a copy() of its config and build again")
         known = self._sections[section]
+        require_one_name_each(where, given)
         for name, value in given.items():
             key = ALIASES.get(name, name)
             if key in NOT_THERE:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from rlmesh.envs.algorithms.off_policy import OffPolicy, OffPolicyConfig
 from rlmesh.envs.settings.allowed import FLAG, SHARE, number, schedule, whole
-from rlmesh.envs.settings.model import MODEL_KEYS
+from rlmesh.envs.settings.model import OFF_POLICY_KEYS
 
 if TYPE_CHECKING:
     from rlmesh.envs.learners.learner import Learner
@@ -38,7 +38,7 @@ class DQNConfig(OffPolicyConfig):
         "double_q": FLAG, "dueling": FLAG, "epsilon": schedule(number(0, 1)), "target_network_update_freq": whole(1),
         "tau": SHARE,
     }  # fmt: skip
-    model_keys: ClassVar = MODEL_KEYS | {"dueling"}
+    model_keys: ClassVar = OFF_POLICY_KEYS | {"dueling"}
     changed_defaults: ClassVar = {
         "lr": 2.3e-3, "train_batch_size": 64, "rollout_fragment_length": 256, "training_intensity": 32.0, "n_step": 3,
         "replay_buffer_config": {"type": "PrioritizedReplayBuffer", "capacity": 100_000}, "grad_clip": 10.0,

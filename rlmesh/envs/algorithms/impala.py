@@ -114,7 +114,7 @@ class APPOConfig(IMPALAConfig):
         return APPOLearner
 
     def policy_config(self) -> dict[str, Any]:
-        return {**super().policy_config(), "target_period": self.target_period()}
+        return {**super().policy_config(), "target_period": self.target_period(), "uses": self.buffer_size()[1]}
 
     def target_period(self) -> float:
         """Updates between two moves of the target network."""
@@ -144,15 +144,11 @@ class IMPALA(Algorithm):
 
     def setup(self, config: AlgorithmConfig) -> None:
         super().setup(config)
-        self._fragment = config["rollout_fragment_length"] * self._num_envs(config)
+        self._fragment = config["rollout_fragment_length"] * self.env_runner_group.envs_of_a_runner
         self._steps_since_broadcast = 0
         if config["num_env_runners"]:
             ahead = config["max_requests_in_flight_per_env_runner"]
             self._sampler = AsyncSampler(self.env_runner_group, self._fragment, ahead)
-
-    def _num_envs(self, config: AlgorithmConfig) -> int:
-        local = self.env_runner.num_envs  # beside remote runners: 1, unless it is a vector environment
-        return int(local if local > 1 or not config["num_env_runners"] else config["num_envs_per_env_runner"])
 
     def training_step(self) -> ResultDict:
         """Take the fragments of one batch, learn from them, and send the weights to the runners."""

@@ -26,6 +26,7 @@ from rlmesh.envs.replay import (
 )
 from rlmesh.envs.runners.base import DEFAULT_POLICY
 from rlmesh.envs.settings.allowed import Allowed, faults_of, number, optional, whole
+from rlmesh.envs.settings.model import OFF_POLICY_KEYS
 from rlmesh.errors import UsageError
 
 if TYPE_CHECKING:
@@ -37,7 +38,7 @@ BUFFERS: dict[str, type[ReplayBuffer]] = {
     "ReplayBuffer": ReplayBuffer, "PrioritizedReplayBuffer": PrioritizedReplayBuffer,
     "SequenceReplayBuffer": SequenceReplayBuffer, "PrioritizedSequenceReplayBuffer": PrioritizedSequenceReplayBuffer,
 }  # fmt: skip
-BUFFER_KEYS = {"type": None, "capacity": 100_000, "alpha": 0.6, "beta": 0.4, "eps": 1e-6, "eta": 0.9,
+BUFFER_KEYS = {"type": "ReplayBuffer", "capacity": 100_000, "alpha": 0.6, "beta": 0.4, "eps": 1e-6, "eta": 0.9,
                "replay_burn_in": 0}  # fmt: skip
 BUFFER_ALLOWED: dict[str, Allowed] = {
     "capacity": whole(1, MOST_ROWS), "alpha": number(0, 1), "beta": number(0, 1), "eps": number(0, 1, above=True),
@@ -57,7 +58,8 @@ class OffPolicyConfig(AlgorithmConfig):
     """Settings of algorithms that learn from a replay buffer, beside those of all algorithms:
 
     ============================================  ====================================================================
-    ``replay_buffer_config``                      ``type`` (``"ReplayBuffer"`` or ``"PrioritizedReplayBuffer"``),
+    ``replay_buffer_config``                      ``type`` (``"ReplayBuffer"`` or ``"PrioritizedReplayBuffer"``; without
+                                                  it, that of the algorithm's defaults),
                                                   ``capacity`` in steps; with priorities ``alpha``, ``beta``, ``eps``;
                                                   with ``use_lstm`` or ``use_attention`` ``"SequenceReplayBuffer"`` or
                                                   ``"PrioritizedSequenceReplayBuffer"``, with ``replay_burn_in``, the
@@ -84,6 +86,7 @@ class OffPolicyConfig(AlgorithmConfig):
         "adam_epsilon": 1e-8,
     }  # fmt: skip
 
+    model_keys: ClassVar = OFF_POLICY_KEYS
     of_all_policies: ClassVar = (
         *AlgorithmConfig.of_all_policies, "replay_buffer_config", "n_step", "gamma", "training_intensity",
         "num_steps_sampled_before_learning_starts",
@@ -96,7 +99,8 @@ class OffPolicyConfig(AlgorithmConfig):
 
     def problems(self) -> list[str]:
         values, found = self._values, super().problems()
-        found += counting_problems(values) + buffer_problems(values["replay_buffer_config"]) + self._sequence_problems()
+        config = values["replay_buffer_config"]
+        found += counting_problems(values) + buffer_problems(config, self._buffer_type()) + self._sequence_problems()
         found += self._size_problems()
         if values["rollout_fragment_length"] == "auto":
             found.append("rollout_fragment_length: a whole number, since the batch is not sampled but replayed")
@@ -121,6 +125,19 @@ class OffPolicyConfig(AlgorithmConfig):
             if type(size := self._values[name]) is int and type(capacity) is int and 1 <= capacity < size
         ]
 
+    def _buffer_type(self) -> str:
+        """The type of a buffer whose settings name none: that of the algorithm's defaults."""
+        for base in type(self).__mro__:
+            for name in ("changed_defaults", "training_defaults"):
+                config = vars(base).get(name, {}).get("replay_buffer_config", {})
+                if "type" in config:
+                    return str(config["type"])
+        return "ReplayBuffer"
+
+    def buffer_config(self) -> dict[str, Any]:
+        """The settings of the replay buffer, with the defaults of those that were not given."""
+        return {**BUFFER_KEYS, "type": self._buffer_type(), **self._values["replay_buffer_config"]}
+
     def _uses_memory(self) -> bool:
         models = [each for each in (self._values["model"], self._values["model_config"]) if isinstance(each, Mapping)]
         model = {name: value for each in models for name, value in each.items()}
@@ -134,8 +151,12 @@ class OffPolicyConfig(AlgorithmConfig):
         return bool(self._values[name] != type(self)()._values[name])
 
 
-def buffer_problems(config: Any) -> list[str]:
-    """The faults of a ``replay_buffer_config``."""
+def buffer_problems(config: Any, default_type: str) -> list[str]:
+    """The faults of a ``replay_buffer_config``.
+
+    Args:
+        default_type: the type of a buffer whose settings name none.
+    """
     if not isinstance(config, Mapping):
         return [f"replay_buffer_config: a dict, not {config!r}"]
     found = [
@@ -143,7 +164,7 @@ def buffer_problems(config: Any) -> list[str]:
         for key in config
         if key not in BUFFER_KEYS
     ]
-    kind = config.get("type", "ReplayBuffer")
+    kind = config.get("type", default_type)
     if kind not in BUFFERS:
         return [*found, f"replay_buffer_config: there is no type {kind!r}.{did_you_mean(str(kind), BUFFERS)}"]
     found += [
@@ -169,8 +190,9 @@ class OffPolicy(Algorithm):
 
     def setup(self, config: AlgorithmConfig) -> None:
         super().setup(config)
-        given = {**BUFFER_KEYS, **config["replay_buffer_config"]}
-        kind = BUFFERS[given["type"] or "ReplayBuffer"]
+        assert isinstance(config, OffPolicyConfig)
+        given = config.buffer_config()
+        kind = BUFFERS[given["type"]]
         several = isinstance(self.env_runner, MultiAgentEnvRunner)
         for name in self.env_runner.policy_map if not callable(config["policies_to_train"]) else ():
             if self.learner_group.trains(name):
@@ -198,7 +220,7 @@ class OffPolicy(Algorithm):
         self.env_steps_sampled = 0
         self._due = 0.0
         runners = max(1, config["num_env_runners"])
-        self._steps = config["rollout_fragment_length"] * self._num_envs(config) * runners
+        self._steps = config["rollout_fragment_length"] * self.env_runner_group.envs_of_a_runner * runners
         self._prepare_exploration()
         self.env_runner_group.sync_weights()  # the runners got their weights before exploration was set
 
@@ -208,10 +230,6 @@ class OffPolicy(Algorithm):
         edges = (columns.TRUNCATEDS, columns.EPS_ID, columns.T) if self.config["n_step"] > 1 or states else ()
         needed = (columns.OBS, columns.NEW_OBS, columns.ACTIONS, columns.REWARDS, columns.TERMINATEDS)
         return (*needed, *edges, *states)
-
-    def _num_envs(self, config: AlgorithmConfig) -> int:
-        local = self.env_runner.num_envs  # beside remote runners: 1, unless it is a vector environment
-        return int(local if local > 1 or not config["num_env_runners"] else config["num_envs_per_env_runner"])
 
     @property
     def learners(self) -> dict[str, Any]:
@@ -239,7 +257,7 @@ class OffPolicy(Algorithm):
                     rows = {column: part[column] for column in self._stored[name]}
                     self.replay.add({name: rows} if isinstance(self.replay, MultiAgentReplayBuffer) else rows)
             self.env_steps_sampled += batch.env_steps()
-            self._due += batch.env_steps() * self._updates_per_step
+        self._due += self._updates_after(sum(batch.env_steps() for batch in batches))
         starts = self.config["num_steps_sampled_before_learning_starts"]
         updates = 0
         trained = [name for name in self._filled if any(self.learner_group.trains(name, each) for each in batches)]
@@ -271,10 +289,10 @@ class OffPolicy(Algorithm):
         """The policies that have a buffer."""
         return list(self.replay.buffers) if isinstance(self.replay, MultiAgentReplayBuffer) else [DEFAULT_POLICY]
 
-    @property
-    def _updates_per_step(self) -> float:
+    def _updates_after(self, steps: int) -> float:
+        """The updates of a training step that sampled so many steps; rows that were no steps change nothing."""
         intensity = self.config["training_intensity"]
-        return 1 / self._steps if intensity is None else float(intensity / self.config["train_batch_size"])
+        return 1.0 if intensity is None else float(steps * intensity / self.config["train_batch_size"])
 
     def _updated(self, name: str, updates: int) -> dict[str, Any]:
         stats: dict[str, Any] = {}

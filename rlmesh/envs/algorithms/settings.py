@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 from rlmesh.envs.environments.features import SEQUENCE_LENGTH
@@ -21,8 +21,9 @@ from rlmesh.envs.settings.allowed import (
     whole,
 )
 from rlmesh.envs.settings.model import model_faults
+from rlmesh.errors import UsageError
 
-__all__ = ["ALIASES", "ALLOWED", "NOT_THERE", "SECTIONS", "problems_of"]
+__all__ = ["ALIASES", "ALLOWED", "NOT_THERE", "SECTIONS", "problems_of", "require_one_name_each"]
 
 SECTIONS: dict[str, dict[str, Any]] = {
     "environment": {
@@ -137,6 +138,14 @@ _OF_EVALUATION = {
     *SECTIONS["environment"], *SECTIONS["env_runners"], *SECTIONS["fault_tolerance"], "seed",
 } - {"disable_env_checking", "num_env_runners", "rollout_fragment_length"}  # fmt: skip
 """Settings that ``evaluation_config`` may change: those of environments and of the runners that step them."""
+
+
+def require_one_name_each(where: str, given: Iterable[str]) -> None:
+    """Raise `UsageError` if two names of one setting are given, of which one would have no effect."""
+    names: dict[str, str] = {}
+    for name in given:
+        if (other := names.setdefault(ALIASES.get(name, name), name)) != name:
+            raise UsageError(f"{where}: {other!r} and {name!r} are names of one setting; give one of them")
 
 
 def problems_of(

@@ -27,7 +27,8 @@ def synchronous_parallel_sample(
         worker_set: the group. Its remote runners sample, or, if there are none, its local one.
         max_env_steps: steps of environments in total, rounded up so that each environment makes the same number; if
             the group was given a ``rollout_fragment_length``, to whole fragments of it, each of which has returns of
-            its own. Without ``max_env_steps``, one fragment of each runner.
+            its own. Without ``max_env_steps``, one fragment of each runner. Steps that only reset an environment count,
+            and are no rows of the batch.
         max_agent_steps: steps of agents in total, at least; with one agent, the same as ``max_env_steps``. Of several
             agents, samples follow each other until there are so many.
         concat: False returns a list with one batch per runner and fragment.
@@ -40,7 +41,11 @@ def synchronous_parallel_sample(
         raise UsageError("synchronous_parallel_sample: give max_env_steps or max_agent_steps, not both")
     wanted = max_env_steps if max_env_steps is not None else max_agent_steps
     batches: list[Any] = []
-    if wanted is not None and (worker_set.fragment_length is not None or max_agent_steps is not None):
+    if max_env_steps is not None and (steps := worker_set.steps_of_a_round) is not None:
+        # Steps that only reset an environment, or broke it, are no rows: they must not cost a whole round more.
+        for _ in range(math.ceil(max_env_steps / steps)):
+            batches += worker_set.sample_all()
+    elif wanted is not None and (worker_set.fragment_length is not None or max_agent_steps is not None):
         of_agents = max_agent_steps is not None
         while (missing := wanted - sum(b.agent_steps() if of_agents else b.env_steps() for b in batches)) > 0:
             batches += worker_set.sample_all(num_steps=_next_steps(worker_set, batches, missing))

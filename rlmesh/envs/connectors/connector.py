@@ -100,7 +100,7 @@ class ConnectorPipeline:
                     "ObservationNormalizer()"
                 )
             space = connector.bind(space, size)
-        self.space = space
+        self.space, self._shape = space, tuple(space.shape or ())
 
     def __bool__(self) -> bool:
         return bool(self.connectors)
@@ -109,6 +109,11 @@ class ConnectorPipeline:
         """The observations that the policy gets, in memory that nobody else writes to."""
         for connector in self.connectors:
             rows = connector.observe(rows, first, learn=self.learn)
+        if rows.shape[1:] != self._shape:  # NumPy would broadcast them
+            raise UsageError(
+                f"{type(self.connectors[-1]).__name__}.observe returned rows of shape {rows.shape[1:]}; the space that "
+                f"its bind returned has {self._shape}"
+            )
         return rows
 
     def last(self, row: np.ndarray, index: int) -> np.ndarray:

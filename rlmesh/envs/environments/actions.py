@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from rlmesh.envs.environments.features import characters_of
 from rlmesh.errors import UsageError
 
 __all__ = ["ActionRows", "action_width"]
@@ -109,7 +110,7 @@ def _reader(space: Any) -> Reader:
     if isinstance(space, spaces.Discrete):
         return lambda row: space.dtype.type(row[0])
     if isinstance(space, spaces.Text):
-        characters = space.character_list
+        characters = characters_of(space)
         return lambda row: "".join(characters[int(i)] for i in row[1 : 1 + int(row[0])])
     if not isinstance(space, spaces.Dict | spaces.Tuple | spaces.OneOf):
         return lambda row: row.reshape(space.shape).astype(space.dtype)
@@ -143,7 +144,8 @@ def _flat(space: Any, action: Any) -> np.ndarray:
     row = np.zeros(action_width(space), ROW_TYPE)
     if isinstance(space, spaces.Text):
         row[0] = len(action)
-        row[1 : 1 + len(action)] = [space.character_index(each) for each in action]
+        characters = characters_of(space)
+        row[1 : 1 + len(action)] = [characters.index(each) for each in action]
     elif isinstance(space, spaces.OneOf):
         which = int(action[0])
         parts = [_flat(each, action[1]) if i == which else _any(each) for i, each in enumerate(space.spaces)]

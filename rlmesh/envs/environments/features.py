@@ -10,7 +10,7 @@ import numpy as np
 
 from rlmesh.errors import UsageError
 
-__all__ = ["SEQUENCE_LENGTH", "Writer", "features_of", "has_bound", "whole_numbers"]
+__all__ = ["SEQUENCE_LENGTH", "Writer", "characters_of", "features_of", "has_bound", "whole_numbers"]
 
 SEQUENCE_LENGTH = 16
 """Elements of a Sequence, and nodes and edges of a Graph, that a vector holds if no other number is set."""
@@ -139,8 +139,16 @@ def _one_of(parts: list[tuple[int, Writer]]) -> tuple[int, Writer]:
     return edges[-1], write
 
 
+def characters_of(space: Any) -> list[str]:
+    """The characters of a Text space, in an order that is the same in each process.
+
+    Some versions of Gymnasium list them in the order of a set, which differs from process to process.
+    """
+    return sorted(space.character_set)
+
+
 def _text(space: Any) -> tuple[int, Writer]:
-    places = {char: i for i, char in enumerate(space.character_list)}
+    places = {char: i for i, char in enumerate(characters_of(space))}
     most, classes = int(space.max_length), len(places) + 1
 
     def write(out: np.ndarray, value: Any) -> None:

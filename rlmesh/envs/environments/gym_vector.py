@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from rlmesh.envs.environments.actions import ActionRows
+from rlmesh.envs.environments.features import whole_numbers
 from rlmesh.envs.environments.local_vector import EMPTY_INFO, StepOutcome
 from rlmesh.envs.environments.observations import ObservationRows
 from rlmesh.errors import UsageError
@@ -108,7 +109,24 @@ class GymVector:
         observations = np.asarray(observations)
         if observations.shape != out.shape:
             raise UsageError(f"observations have shape {observations.shape}, their space {out.shape}")
-        np.copyto(out, observations, casting="same_kind")
+        np.copyto(out, self._fitting(observations), casting="same_kind")
+
+    def _fitting(self, observations: np.ndarray) -> np.ndarray:
+        """Observations whose numbers fit the type of their space.
+
+        Raises:
+            UsageError: some do not; NumPy would wrap them.
+        """
+        dtype = self.rows.dtype
+        if observations.dtype == dtype:
+            return observations
+        found = whole_numbers(observations, dtype) if np.can_cast(observations.dtype, dtype, "same_kind") else None
+        if found is None:
+            raise UsageError(
+                f"observations of {observations.dtype} have numbers that do not fit {dtype}, the type of their space: "
+                "the environment returns something that its observation_space does not contain"
+            )
+        return found
 
     def _final(self, ended: np.ndarray, out: np.ndarray, infos: dict[str, Any]) -> list[np.ndarray]:
         if self.mode != SAME_STEP:
@@ -129,7 +147,7 @@ class GymVector:
                     "step: its final observation is overwritten by the next episode's first one. Return copies, or "
                     "take autoreset_mode NEXT_STEP"
                 )
-        return [np.array(final[i], self.rows.dtype) for i in ended]
+        return [np.array(self._fitting(np.asarray(final[i])), self.rows.dtype) for i in ended]
 
     def close(self) -> None:
         self.env.close()

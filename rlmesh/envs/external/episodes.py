@@ -52,6 +52,7 @@ class ActedSteps:
         self.explorer, self.obs, self.version = explorer, obs, version
         self.rewards = np.zeros(STRETCH, np.float32)
         self.count = self.taken = 0
+        self.withdrawn = False  # the explorer has acted once more
 
     def fits(self, version: int) -> bool:
         """True if the next step can be acted in with this explorer."""
@@ -136,6 +137,7 @@ class ExternalEpisode:
         """Forget the last action, which nobody has carried out."""
         assert self.stretch is not None
         self.stretch.count -= 1
+        self.stretch.withdrawn = True
         self.steps -= 1
         self.reward, self.next_obs = 0.0, self.seen
 
@@ -164,7 +166,8 @@ class ExternalEpisode:
             **{name: column[0, part].copy() for name, column in stretch.explorer.columns().items()},
         }  # fmt: skip
         stretch.taken = part.stop
-        return [Piece(steps, after.copy(), stretch.explorer.states_before(part.stop, stretch.count), ended)]
+        states = stretch.explorer.states_before(part.stop, stretch.count + stretch.withdrawn)
+        return [Piece(steps, after.copy(), states, ended)]
 
 
 def fragment_of(pieces: Sequence[Piece]) -> Fragment:

@@ -18,7 +18,7 @@ from rlmesh.envs.learners.schedule import scheduled
 from rlmesh.envs.learners.sequences import states_in, with_the_last, zeroed
 from rlmesh.envs.learners.vtrace import vtrace
 from rlmesh.envs.modules.dense import through
-from rlmesh.envs.modules.rl_module import RLModule
+from rlmesh.envs.modules.rl_module import RLModule, require_one_per_row
 
 __all__ = ["APPOLearner", "IMPALALearner"]
 
@@ -76,12 +76,15 @@ class IMPALALearner(Learner):
     def outputs_of(self, module: RLModule, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """The results of a module's ``forward_train``, ``[rows, …]``."""
         if columns.MASK not in batch:
-            return module.forward_train(batch)
+            outputs = module.forward_train(batch)
+            require_one_per_row(module, outputs)
+            return outputs
         mask = batch[columns.MASK]
         there = torch.arange(mask.shape[1] + 1) <= mask.sum(1, keepdim=True)
         obs, states = zeroed(batch[columns.OBS], there), states_in(batch)
         outputs = dict(module.forward_train({columns.OBS: obs, columns.STATE_IN: states, columns.MASK: there}))
         outputs.pop(columns.STATE_OUT, None)
+        require_one_per_row(module, outputs, axes=2)
         rows = {name: value[:, :-1][mask] for name, value in outputs.items()}
         sequence, place = mask.nonzero()[batch[ENDS]].T
         return {**rows, AFTER: outputs[columns.VF_PREDS].detach()[sequence, place + 1]}
@@ -136,7 +139,7 @@ class IMPALALearner(Learner):
 
 KEPT = 16
 """Batches of which a learner keeps what the target network gave."""
-COUNTED = ("kl_coeff", "updates", "followed_at")
+COUNTED = ("kl_coeff", "updates", "followed_at", "uncounted")
 
 
 class APPOLearner(IMPALALearner):
@@ -153,7 +156,7 @@ class APPOLearner(IMPALALearner):
         super().__init__(module, config)
         self.target = copy.deepcopy(module).requires_grad_(False).eval()
         self.kl_coeff = float(self.config["kl_coeff"])
-        self.updates = self.followed_at = 0
+        self.updates = self.followed_at = self.uncounted = 0
         self._known: dict[bytes, torch.Tensor] = {}  # by digest of observations, the last used ones last
 
     def loss(self, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
@@ -204,6 +207,11 @@ class APPOLearner(IMPALALearner):
         if self.updates - self.followed_at >= self.config["target_period"]:
             self.follow(self.config["tau"])
             self.followed_at = self.updates
+
+    def _count(self, rows: int) -> None:
+        # Each batch of the circular buffer is given several times, and schedules are over sampled steps.
+        counted, self.uncounted = divmod(self.uncounted + rows, self.config.get("uses", 1))
+        super()._count(counted)
 
     @torch.no_grad()
     def follow(self, share: float) -> None:

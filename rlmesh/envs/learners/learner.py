@@ -19,7 +19,7 @@ from rlmesh.envs.learners.flat_adam import FlatAdam
 from rlmesh.envs.learners.partners import ALONE, LearnerShare, Partners
 from rlmesh.envs.learners.schedule import scheduled
 from rlmesh.envs.learners.sequences import forward_sequences, sequence_columns, sequence_starts, sequences_of
-from rlmesh.envs.modules.rl_module import RLModule
+from rlmesh.envs.modules.rl_module import RLModule, require_one_per_row
 from rlmesh.errors import UsageError
 
 __all__ = ["Learner", "threads", "writable"]
@@ -28,6 +28,8 @@ SMALL = 1_000_000
 """Modules with fewer parameters, and without convolutions, are updated on one thread: more threads cost more."""
 MAX_SEQ_LEN = 20
 """Longest sequence for modules with memory whose settings have no ``max_seq_len``."""
+ONE_PER_ROW = (columns.REWARDS, columns.ACTION_LOGP, columns.ADVANTAGES, columns.VALUE_TARGETS)
+"""Columns whose rows are one number: others would be broadcast in a loss without an error."""
 DEFAULTS: dict[str, Any] = {
     "lr": 3e-4, "grad_clip": 0.5, "num_epochs": 1, "minibatch_size": None, "adam_epsilon": 1e-5,
 }  # fmt: skip
@@ -146,9 +148,12 @@ class Learner:
         If the module has memory, the batch that `loss` gets has sequences, ``[sequences, time, …]``. The results are
         then those of their steps, without padding.
         """
-        if columns.MASK in batch:
-            return forward_sequences(self.module, batch)
-        return self.module.forward_train(batch), batch
+        sequences = columns.MASK in batch
+        outputs, rows = (
+            forward_sequences(self.module, batch) if sequences else (self.module.forward_train(batch), batch)
+        )
+        require_one_per_row(self.module, outputs)
+        return outputs, rows
 
     def before_update(self) -> None:
         """Set what depends on `steps`, such as schedules, before an update."""
@@ -218,10 +223,14 @@ class Learner:
             values = totals.tolist()
             if not (all(map(np.isfinite, values)) and all(_finite(p) for p in self._weights)):
                 raise FloatingPointError(f"the update gave {dict(zip(names, values, strict=True))}")
-        self.steps += rows
+        self._count(rows)
         result = dict(zip(names, values, strict=True))
         self.after_update(result)
         return {**result, "curr_lr": lr}
+
+    def _count(self, rows: int) -> None:
+        """Count the rows of an update."""
+        self.steps += rows
 
     def require_parameters(self) -> None:
         """Raise `UsageError` if there is nothing to learn."""
@@ -239,6 +248,11 @@ class Learner:
         lacks = [name for name in (*self.wants, *sequence_columns(self.states)) if name not in batch]
         if lacks:
             raise UsageError(f"{type(self).__name__} needs the column {lacks[0]!r}; the batch has {', '.join(batch)}")
+        if wrong := [name for name in ONE_PER_ROW if name in self.wants and np.ndim(batch[name]) != 1]:
+            raise UsageError(
+                f"{type(self).__name__}: the column {wrong[0]!r} has shape {np.shape(batch[wrong[0]])}; it has one "
+                "number for each row"
+            )
 
     def tensors_of(self, batch: SampleBatch, *, may_be_empty: bool = False) -> dict[str, torch.Tensor]:
         """The columns that `loss` reads, as tensors on the memory of the batch; sequences, if the module has memory."""

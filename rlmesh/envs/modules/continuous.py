@@ -14,7 +14,7 @@ from rlmesh.envs.batches import columns
 from rlmesh.envs.modules.encoders import ACTIVATIONS, Features, ImageEncoder, initialize, is_image, mlp
 from rlmesh.envs.modules.exploration import NoisyActions, SquashedGaussianActions
 from rlmesh.envs.modules.recurrent import ATTENTION_DEFAULTS, LSTM_DEFAULTS, RememberedFeatures, SequenceSteps
-from rlmesh.envs.modules.rl_module import MODEL_DEFAULTS, RLModule
+from rlmesh.envs.modules.rl_module import OFF_POLICY_DEFAULTS, RLModule
 from rlmesh.envs.settings.model import MODEL_ALLOWED
 
 __all__ = ["SACModule", "TD3Module", "TwinCritic"]
@@ -81,7 +81,7 @@ class ActorAndCritics(RLModule):
     """
 
     known_settings: Mapping[str, Any] = {
-        **MODEL_DEFAULTS, **LSTM_DEFAULTS, **ATTENTION_DEFAULTS, "fcnet_hiddens": (256, 256),
+        **OFF_POLICY_DEFAULTS, **LSTM_DEFAULTS, **ATTENTION_DEFAULTS, "fcnet_hiddens": (256, 256),
         "fcnet_activation": "relu",
     }  # fmt: skip
     allowed_settings = MODEL_ALLOWED

@@ -71,6 +71,6 @@ def _composed(space: Any) -> Any:
     if isinstance(space, spaces.OneOf):
         return ChoiceActions([_composed(each) for each in space.spaces])
     if isinstance(space, spaces.Text):
-        return TextActions(int(space.min_length), int(space.max_length), len(space.character_list))
+        return TextActions(int(space.min_length), int(space.max_length), len(space.character_set))
     action_width(space)  # refuses spaces that no action can be chosen in
     return VectorActions(distribution_of(space), tuple(space.shape or ()))

@@ -67,7 +67,10 @@ class BoundedActions(ActionDistribution):
         if not space.is_bounded():
             raise UsageError(f"{type(module).__name__} acts in a Box with finite bounds, not in {space}")
         self.shape, self.dim = tuple(space.shape), math.prod(space.shape)
-        self._middle, self._half = (space.high + space.low) / 2, (space.high - space.low) / 2
+        self._low, self._high = space.low, space.high
+        self._middle, self._half = space.high / 2 + space.low / 2, space.high / 2 - space.low / 2
+        ends = [self._scaled(np.full(self.shape, end, np.float32)) for end in (-1, 1)]
+        self._exceeds = bool(((ends[0] < self._low) | (ends[1] > self._high)).any())  # by rounding
         self._module = module
 
     def noise(self, rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
@@ -93,6 +96,10 @@ class BoundedActions(ActionDistribution):
         return actions.reshape(*actions.shape[:-1], *self.shape)
 
     def to_env(self, actions: np.ndarray) -> np.ndarray:
+        scaled = self._scaled(actions)
+        return np.clip(scaled, self._low, self._high) if self._exceeds else scaled
+
+    def _scaled(self, actions: np.ndarray) -> np.ndarray:
         scaled: np.ndarray = self._middle + self._half * actions
         return scaled.astype(self._half.dtype)
 

@@ -13,7 +13,7 @@ from rlmesh.envs.batches import columns
 from rlmesh.envs.batches.sample_batch import SampleBatch
 from rlmesh.envs.modules.numpy_forward import NumpyForward
 from rlmesh.envs.modules.policy import Explorer, Policy, States
-from rlmesh.envs.modules.rl_module import ActorCriticModule, RLModule
+from rlmesh.envs.modules.rl_module import ActorCriticModule, RLModule, require_one_per_row
 
 if TYPE_CHECKING:
     from rlmesh.envs.learners.learner import Learner
@@ -38,8 +38,9 @@ class ModulePolicy(Policy):
         super().__init__(observation_space, action_space, config)
         seed = self.config.get("model_seed", self.config.get("seed"))
         with torch.random.fork_rng(devices=[]):
-            if seed is not None:
-                torch.manual_seed(seed)
+            # The program's generator stays as it is, so policies without a seed would all draw the same weights of it.
+            fresh = int(np.random.default_rng().integers(2**63))
+            torch.default_generator.manual_seed(fresh if seed is None else seed)
             module_class: type[RLModule] = self.config.get("module_class") or ActorCriticModule
             self.module = module_class(observation_space, action_space, self.config.get("model_config"))
         self.module.eval()  # learners switch to training for the time of an update
@@ -114,12 +115,14 @@ class ModulePolicy(Policy):
             batch = one_step(observations[rows], {name: state[rows] for name, state in (states or {}).items()})
             values = self.module.compute_values(batch).detach().float().numpy()
             each.append(values[:, 0] if states else values)
+            require_one_per_row(self.module, {columns.VF_PREDS: each[-1]})
         return np.concatenate(each) if each else np.zeros(0, np.float32)
 
     @torch.inference_mode()
     def postprocess_fragment(self, fragment: Fragment) -> None:
         """Add log-probabilities of the actions, and, if the algorithm wants them, values and advantages."""
         given = fragment.columns
+        require_one_per_row(self.module, given, axes=2)
         if columns.ACTION_LOGP not in given and columns.ACTION_DIST_INPUTS in given and self.module.distribution:
             inputs, actions = (torch.from_numpy(given[n]) for n in (columns.ACTION_DIST_INPUTS, columns.ACTIONS))
             given[columns.ACTION_LOGP] = self.module.distribution.log_prob(inputs, actions).numpy()
@@ -175,7 +178,7 @@ class ModuleExplorer(Explorer):
             if columns.ACTIONS in outputs:
                 actions = outputs.pop(columns.ACTIONS).detach().numpy()
                 self._keep(time, outputs)
-                self.actions[:, time] = actions
+                self._keep_actions(time, actions)
                 return self._for_env(self.actions[:, time])
             inputs = outputs.pop(columns.ACTION_DIST_INPUTS).detach().numpy()
         assert self._distribution is not None, "a module without a distribution returns actions"

@@ -10,6 +10,7 @@ import numpy as np
 from rlmesh.envs.batches import columns
 from rlmesh.envs.batches.sample_batch import SampleBatch
 from rlmesh.envs.environments.actions import ActionRows
+from rlmesh.envs.environments.features import whole_numbers
 from rlmesh.errors import UsageError
 
 if TYPE_CHECKING:
@@ -175,13 +176,24 @@ class Explorer:
         given: Any = (list(self.states.values()) if self._lists else dict(self.states)) if self.states else None
         actions, states, extra = self.policy.compute_actions(observations, given, explore=self.explore)
         self._take_states(_named(states if states is not None else {}))
-        self.actions[:, time] = self.rows.to_rows(actions)
+        self._keep_actions(time, self.rows.to_rows(actions))
         for name, value in extra.items():
             value = np.asarray(value)
             if name not in self.extra:
                 self.extra[name] = np.zeros((self.size, self.steps, *value.shape[1:]), value.dtype)
             self.extra[name][:, time] = value
         return self._for_env(self.actions[:, time])
+
+    def _keep_actions(self, time: int, actions: np.ndarray) -> None:
+        """Keep the actions of a time step; refuses numbers that do not fit their type, which NumPy would change."""
+        dtype = self.actions.dtype
+        found = actions if actions.dtype == dtype else whole_numbers(actions, dtype)
+        if found is None:
+            raise UsageError(
+                f"{type(self.policy).__name__} chose actions of {actions.dtype} that do not fit {dtype}, the type of "
+                f"{self.policy.action_space}"
+            )
+        self.actions[:, time] = found
 
     def _for_env(self, actions: np.ndarray) -> np.ndarray:
         """Actions of a Box clipped to its bounds; numbers of choices are checked."""

@@ -12,7 +12,7 @@ from rlmesh.envs.batches import columns
 from rlmesh.envs.modules.encoders import encoder_of, initialize, mlp
 from rlmesh.envs.modules.exploration import EpsilonGreedyActions
 from rlmesh.envs.modules.recurrent import ATTENTION_DEFAULTS, LSTM_DEFAULTS, State, memory_of
-from rlmesh.envs.modules.rl_module import MODEL_DEFAULTS, RLModule
+from rlmesh.envs.modules.rl_module import OFF_POLICY_DEFAULTS, RLModule
 from rlmesh.envs.settings.model import MODEL_ALLOWED
 from rlmesh.errors import UsageError
 
@@ -27,7 +27,7 @@ class QModule(RLModule):
     """
 
     known_settings: Mapping[str, Any] = {
-        **MODEL_DEFAULTS, **LSTM_DEFAULTS, **ATTENTION_DEFAULTS, "fcnet_hiddens": (128, 128),
+        **OFF_POLICY_DEFAULTS, **LSTM_DEFAULTS, **ATTENTION_DEFAULTS, "fcnet_hiddens": (128, 128),
         "fcnet_activation": "relu", "dueling": True,
     }  # fmt: skip
     allowed_settings = MODEL_ALLOWED

@@ -19,10 +19,10 @@ from rlmesh.envs.modules.distributions import (
 from rlmesh.envs.modules.encoders import LogStdColumns, encoder_of, initialize, is_image, mlp
 from rlmesh.envs.modules.recurrent import ATTENTION_DEFAULTS, LSTM_DEFAULTS, memory_of
 from rlmesh.envs.settings.allowed import Allowed, faults_of
-from rlmesh.envs.settings.model import MODEL_ALLOWED, unknown_keys
+from rlmesh.envs.settings.model import MODEL_ALLOWED, OF_ACTOR_CRITIC, unknown_keys
 from rlmesh.errors import UsageError
 
-__all__ = ["MODEL_DEFAULTS", "ActorCriticModule", "RLModule"]
+__all__ = ["MODEL_DEFAULTS", "OFF_POLICY_DEFAULTS", "ActorCriticModule", "RLModule", "require_one_per_row"]
 
 MODEL_DEFAULTS: dict[str, Any] = {
     "fcnet_hiddens": (64, 64),
@@ -38,6 +38,10 @@ MODEL_DEFAULTS: dict[str, Any] = {
 ``initializer`` is of linear layers and convolutions: ``"orthogonal"``, with gain √2 in hidden layers, 0.01 before
 actions and values of actions, and zero biases; or ``"torch"``, torch's own, which RLlib uses.
 """
+
+
+OFF_POLICY_DEFAULTS = {name: value for name, value in MODEL_DEFAULTS.items() if name not in OF_ACTOR_CRITIC}
+"""Settings of the built-in modules without a value function beside the policy."""
 
 
 class RLModule(nn.Module):
@@ -136,6 +140,25 @@ class RLModule(nn.Module):
             if any(name in vars(kind) for name in passes):
                 return None
         return None
+
+
+def require_one_per_row(module: RLModule, results: Mapping[str, Any], axes: int = 1) -> None:
+    """Refuse values and log-probabilities with another form than one number per row.
+
+    Those of shape ``[rows, 1]``, less those of shape ``[rows]``, are ``[rows, rows]``: a loss that means nothing.
+
+    Args:
+        results: of a pass, tensors or arrays, with rows along this number of ``axes``.
+
+    Raises:
+        UsageError: a result has further axes.
+    """
+    for name in (columns.VF_PREDS, columns.ACTION_LOGP):
+        if name in results and results[name].ndim != axes:
+            raise UsageError(
+                f"{type(module).__name__} returned {name!r} with {results[name].ndim - axes + 1} axes: it has one "
+                "number for each row, [rows], as .squeeze(-1) makes of the output of a layer"
+            )
 
 
 class ActorCriticModule(RLModule):

@@ -9,6 +9,7 @@ import numpy as np
 
 from rlmesh.envs.batches import columns
 from rlmesh.envs.batches.sample_batch import SampleBatch
+from rlmesh.envs.environments.features import whole_numbers
 from rlmesh.errors import UsageError
 
 if TYPE_CHECKING:
@@ -138,6 +139,8 @@ def _require_fit(part: RecordedPart, rows: ObservationRows, action_space: Any) -
             raise UsageError(f"{part.source}: {name} are {array.dtype}, those of the environment {dtype}")
         if array.dtype.kind == "f" and not np.isfinite(array).all():
             raise UsageError(f"{part.source}: some {name} are NaN or infinite")
+        if array.dtype != dtype and whole_numbers(array, dtype) is None:
+            raise UsageError(f"{part.source}: some {name} do not fit {dtype}, the type of their space")
     if not np.isfinite(part.rewards).all():
         raise UsageError(f"{part.source}: some rewards are NaN or infinite")
     start, count = getattr(action_space, "start", 0), getattr(action_space, "n", getattr(action_space, "nvec", None))

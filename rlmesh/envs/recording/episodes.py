@@ -121,7 +121,7 @@ class _FilmedAgents(MultiAgentEnv):
 
 
 def play_episode(algorithm: Algorithm, *, seed: int | None = 0, max_steps: int = MAX_STEPS) -> RecordedEpisode:
-    """Play one episode with the policy of an algorithm, without exploration, in an environment of its own.
+    """Play one episode with the policy of an algorithm, without exploration, in an environment of its evaluations.
 
     Args:
         seed: of the environment.
@@ -131,9 +131,8 @@ def play_episode(algorithm: Algorithm, *, seed: int | None = 0, max_steps: int =
         UsageError: the environment renders no frames.
     """
     episode = RecordedEpisode()
-    config = algorithm.config
-    arguments = algorithm._runner_arguments(config)
-    settings = {**arguments.pop("env_config"), **dict(config["evaluation_config"]).get("env_config", {})}
+    arguments = algorithm._runner_arguments(algorithm.config.of_evaluation())
+    settings = dict(arguments.pop("env_config"))
     creator: Callable[[EnvContext], Any] = env_creator_of(arguments.pop("env_creator"))
     if getattr(getattr(creator, "cls", creator), "env_id", None) is not None:
         settings["render_mode"] = "rgb_array"

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from rlmesh.envs.environments.features import whole_numbers
 from rlmesh.errors import UsageError
 
 __all__ = ["ColumnStore", "Columns", "Leaf", "leaves", "nested", "spoken"]
@@ -106,6 +107,10 @@ class ColumnStore:
                 raise UsageError(
                     f"replay: rows of {spoken(place)} are {array.dtype}{list(array.shape[1:])}, but those of the first "
                     f"batch were {stored.dtype}{list(stored.shape[1:])}"
+                )
+            if array.dtype != stored.dtype and whole_numbers(array, stored.dtype) is None:
+                raise UsageError(
+                    f"replay: {spoken(place)} has numbers that do not fit {stored.dtype}, the type of the first batch"
                 )
 
     def write(self, first: int, rows: Mapping[Leaf, NDArray[Any]], count: int) -> None:

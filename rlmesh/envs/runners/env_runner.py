@@ -163,7 +163,11 @@ class EnvRunner(RunnerBase):
         steps = self._steps_of(num_steps, num_episodes)
         if num_episodes is not None:
             return self._episodes(num_episodes)
-        return self._finish(self._collect(steps))
+        try:
+            return self._finish(self._collect(steps))
+        except BaseException:
+            self._forget_counts()
+            raise
 
     def learn_on_batch(self, batch: SampleBatch) -> dict[str, Any]:
         """Let the policy learn; returns metrics by policy id."""
@@ -378,7 +382,7 @@ class EnvRunner(RunnerBase):
         return Fragment(n, steps, given, valid, after, ended, explorer.states, ended_states)
 
     def _require_numbers(self, name: str, array: np.ndarray, time: int | None = None, env: int | None = None) -> None:
-        """Refuse NaN and infinity, which would spread to all weights; the fragment's episodes are not counted.
+        """Refuse NaN and infinity, which would spread to all weights.
 
         Args:
             array: ``[environments, time, …]``, without the axes whose place is given.
@@ -389,12 +393,15 @@ class EnvRunner(RunnerBase):
         i = place.pop(0) if env is None else env
         step = place.pop(0) if time is None else time
         self._must_reset, self._obs_known = True, False
-        count, self._stats.cut = self._counted
-        del self._stats.returns[count:], self._stats.lengths[count:]
         raise FloatingPointError(
             f"environment {i} of runner {self.worker_index} returned {name} that is NaN or infinite, in step {step} of "
             "the fragment"
         )
+
+    def _forget_counts(self) -> None:
+        """Count no episode of a fragment that an error kept from its reader."""
+        count, self._stats.cut = self._counted
+        del self._stats.returns[count:], self._stats.lengths[count:]
 
     def _finish(self, fragment: Fragment) -> SampleBatch:
         if self._new_obs:
@@ -410,6 +417,16 @@ class EnvRunner(RunnerBase):
         share = np.full(self.num_envs, wanted // self.num_envs)
         share[: wanted % self.num_envs] += 1
         stats, self._stats = self._stats, EpisodeStats()
+        try:
+            parts = self._parts_of_episodes(share)
+        except BaseException:  # episodes of earlier calls stay counted, those of this one are not
+            self._stats = stats
+            raise
+        self._must_reset = True
+        return self._whole(parts, stats)
+
+    def _parts_of_episodes(self, share: np.ndarray) -> list[SampleBatch]:
+        """Batches with the steps of the next episodes of each environment, as many as its share."""
         parts: list[SampleBatch] = []
         long = LongEpisodes(self.worker_index)
         while (share > 0).any():
@@ -423,8 +440,7 @@ class EnvRunner(RunnerBase):
                         lasts[i] = time + 1
             fragment.valid &= np.arange(EPISODE_CHUNK) < lasts[:, None]
             parts.append(self._finish(fragment))
-        self._must_reset = True
-        return self._whole(parts, stats)
+        return parts
 
     def _whole(self, parts: list[SampleBatch], stats: EpisodeStats) -> SampleBatch:
         """Join parts of episodes, and count the episodes that are kept."""

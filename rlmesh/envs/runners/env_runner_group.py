@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,7 +17,7 @@ from rlmesh.envs.modules.numpy_policy import NumpyPolicy, numpy_arguments
 from rlmesh.envs.modules.policy import Policy
 from rlmesh.envs.runners.base import is_count
 from rlmesh.envs.runners.creation import make_runner
-from rlmesh.envs.runners.env_runner import EnvRunner
+from rlmesh.envs.runners.env_runner import CONNECTORS, EnvRunner
 from rlmesh.envs.runners.episode_stats import EpisodeStats
 from rlmesh.envs.runners.jobs import end_with_the_program, outside_of_loops
 from rlmesh.envs.runners.kept_episodes import KeptEpisodes
@@ -32,6 +32,7 @@ __all__ = ["EnvRunnerGroup", "RemoteWorkers", "WorkerSet"]
 logger = logging.getLogger(__name__)
 
 ROLE = "ENV_RUNNER"
+OF_RLLIB = ("from_worker", "from_worker_or_learner_group", "global_vars", "inference_only", "timeout_seconds")
 _numbers = itertools.count(1)
 
 
@@ -85,6 +86,7 @@ class EnvRunnerGroup:
         # The local runner of a group with remote ones holds the weights; one environment tells it the spaces.
         local = {**given, "num_envs": 1} if num_env_runners else given
         self.local_env_runner: Any = make_runner(**local)
+        self._external, self._num_envs = isinstance(creator, ExternalEnv), runner.get("num_envs", 1)
         self._version = 0
         self.local_env_runner.weights_version = 0
         self._weights: Any = None
@@ -122,6 +124,22 @@ class EnvRunnerGroup:
     def agents_at_once(self) -> int:
         """Number of agents that may act in one step of an environment, as far as the environment names them."""
         return int(getattr(self.local_env_runner, "agents_at_once", 1))
+
+    @property
+    def envs_of_a_runner(self) -> int:
+        """Number of environments of each runner that samples."""
+        local = int(self.local_env_runner.num_envs)  # beside remote runners: 1, unless it is a vector environment
+        return local if local > 1 or not self.num_env_runners else int(self._num_envs)
+
+    @property
+    def steps_of_a_round(self) -> int | None:
+        """Steps of one fragment of each sampling runner, those that only reset an environment included.
+
+        None if there is no ``fragment_length``, or if clients decide.
+        """
+        if self.fragment_length is None or self._external:
+            return None
+        return self.fragment_length * self.envs_of_a_runner * max(1, self.num_env_runners)
 
     def num_remote_workers(self) -> int:
         """Number of remote runners."""
@@ -213,16 +231,33 @@ class EnvRunnerGroup:
         self._version += updates
         self.local_env_runner.weights_version = self._version
 
-    def keep_weights(self) -> None:
-        """Keep the local runner's weights of now, for remote runners."""
-        self._weights, self._weights_version = self.local_env_runner.get_weights(), self._version
+    def keep_weights(self, policies: Iterable[str] | None = None) -> None:
+        """Keep the local runner's weights of now, for remote runners; of other policies, those that they have."""
+        found = self.local_env_runner.get_weights()
+        if policies is not None and self._weights is not None:
+            found |= {name: each for name, each in self._weights.items() if name not in (*policies, CONNECTORS)}
+        self._weights, self._weights_version = found, self._version
 
-    def sync_weights(self, policies: Any = None, **_: Any) -> None:
-        """Send the local runner's weights to the remote runners, and wait until they have them."""
+    def sync_weights(self, policies: Iterable[str] | None = None, **without_effect: Any) -> None:
+        """Send the local runner's weights to the remote runners, and wait until they have them.
+
+        Args:
+            policies: the policies whose weights are sent; None: all.
+            without_effect: arguments of RLlib that change nothing here: weights come from the local runner.
+
+        Raises:
+            UsageError: there is no such policy, or no such argument.
+        """
+        for name in without_effect:
+            if name not in OF_RLLIB:
+                raise UsageError(f"sync_weights({name}=…): there is no such argument; there is policies")
+        policies = None if policies is None else list(policies)
+        for policy_id in policies or ():
+            self.local_env_runner.get_policy(policy_id)  # raises
         self.advance()
         self.merge_connectors()
         if self._remote is not None:
-            self.keep_weights()
+            self.keep_weights(policies)
             group = self._remote.options(timeout_s=self.timeout_s, idempotent=True)
             group.call("set_weights", *self.kept_weights).result()
 

@@ -9,7 +9,8 @@ from rlmesh.envs.environments.registry import did_you_mean
 from rlmesh.envs.settings.allowed import FLAG, Allowed, faults_of, list_of, number, one_of, optional, whole
 
 __all__ = [
-    "ACTIVATION_NAMES", "INITIALIZERS", "MODEL_ALLOWED", "MODEL_KEYS", "keys_of_module", "model_faults", "unknown_keys",
+    "ACTIVATION_NAMES", "INITIALIZERS", "MODEL_ALLOWED", "MODEL_KEYS", "OFF_POLICY_KEYS", "OF_ACTOR_CRITIC",
+    "keys_of_module", "model_faults", "unknown_keys",
 ]  # fmt: skip
 
 ACTIVATION_NAMES = ("tanh", "relu", "silu", "elu", "gelu")
@@ -47,7 +48,10 @@ MODEL_ALLOWED: dict[str, Allowed] = {
 }  # fmt: skip
 """By the names of the settings; a module of one's own has the rules of its ``allowed_settings``."""
 MODEL_KEYS = frozenset(MODEL_ALLOWED) - {"dueling"}
-"""The keys of all built-in modules; that of DQN has ``dueling`` too."""
+"""The keys of the built-in module of a policy with a value function."""
+OF_ACTOR_CRITIC = ("log_std_init", "vf_share_layers")
+OFF_POLICY_KEYS = MODEL_KEYS - {*OF_ACTOR_CRITIC}
+"""The keys of the modules of DQN, SAC and TD3; that of DQN has ``dueling`` too."""
 
 
 NOT_THERE: dict[str, str] = dict.fromkeys(
@@ -59,6 +63,8 @@ NOT_THERE: dict[str, str] = dict.fromkeys(
     "one setting is for all layers: initializer='torch', RLlib's default, or 'orthogonal'",
 )
 """Settings of RLlib without a counterpart, and the reason."""
+NOT_THERE["log_std_init"] = "deviations of this algorithm's actions do not begin with a setting. Leave the key out"
+NOT_THERE["vf_share_layers"] = "no value function shares layers with the policy of this algorithm. Leave the key out"
 
 
 def model_faults(values: Mapping[str, Any], known: Collection[str] | None) -> list[str]:

@@ -490,3 +490,28 @@ def test_external_cartpoles_are_learnt(name: str) -> None:
             except Exception:
                 pass  # the job has ended in the middle of an episode
     assert mean >= 120
+
+
+class Counts(Policy):
+    """Its state is the number of observations so far; keeps the states before last observations."""
+
+    ends: list[int]
+
+    def get_initial_state(self) -> dict[str, Any]:
+        return {"n": np.zeros((), np.int64)}
+
+    def compute_actions(self, obs_batch: Any, state_batches: Any = None, *, explore: bool = True, **more: Any) -> Any:
+        return np.zeros(len(obs_batch), np.int64), {"n": state_batches["n"] + 1}, {}
+
+    def postprocess_fragment(self, fragment: Any) -> None:
+        self.ends = [int(state["n"]) for state in fragment.ended_states]
+
+
+def test_an_action_that_nobody_carried_out_leaves_no_trace_in_the_state() -> None:
+    runner = runner_of(Counts)
+    ask(runner, "start_episode", "e", True)
+    assert runner.call("c", "get_action", "e", 1, obs(1, 0)) == 0
+    assert runner.call("c", "get_action", "e", 2, obs(1, 1)) == 0  # the client does not get the answer
+    runner.call("c", "end_episode", "e", 2, obs(1, 1), False)
+    assert runner.sample(1)[columns.TRUNCATEDS].tolist() == [True]
+    assert runner.policy.ends == [1]  # type: ignore[attr-defined]

@@ -15,7 +15,9 @@ from rlmesh.envs import (
     AlgorithmConfig,
     APPOConfig,
     DQNConfig,
+    EnvRunnerGroup,
     IMPALAConfig,
+    ModulePolicy,
     MultiAgentBatch,
     MultiAgentRLModule,
     PGConfig,
@@ -26,6 +28,7 @@ from rlmesh.envs import (
     make_multi_agent,
     synchronous_parallel_sample,
 )
+from rlmesh.envs.connectors import ObservationNormalizer
 from rlmesh.envs.multi_agent.runner import MultiAgentEnvRunner
 from rlmesh.envs.replay import MultiAgentReplayBuffer, PrioritizedReplayBuffer
 from rlmesh.errors import UsageError
@@ -303,3 +306,28 @@ def test_two_policies_balance_a_pole_each() -> None:
         .debugging(seed=0)
     )
     assert trained(config, 900.0, 60) >= 800.0
+
+
+def test_weights_of_the_policies_that_are_named_are_sent() -> None:
+    """RLlib's argument ``policies`` was taken, and all policies were sent."""
+    env = make_multi_agent("CartPole-v1")
+    group = EnvRunnerGroup(
+        policy_class=ModulePolicy, env_creator=env, policies=["a", "b"], env_config={"num_agents": 2},
+        policy_mapping_fn=lambda agent, episode: "ab"[agent], connectors=[ObservationNormalizer()],
+    )  # fmt: skip
+    group.keep_weights()
+    before = group.kept_weights[0]
+    local = group.local_env_runner
+    changed = {name: {key: each + 1 for key, each in before[name].items()} for name in ("a", "b")}
+    local.set_weights(changed)
+    group.keep_weights(["b"])
+    after = group.kept_weights[0]
+    assert after.keys() == before.keys()
+    for key, each in before["a"].items():
+        assert np.array_equal(after["a"][key], each)
+        assert np.array_equal(after["b"][key], changed["b"][key])
+    group.sync_weights(policies=("a", "b"), inference_only=True)
+    with pytest.raises(UsageError, match="there is no policy 'c'"):
+        group.sync_weights(policies=["c"])
+    with pytest.raises(UsageError, match="sync_weights\\(to_worker_indices=…\\): there is no such argument"):
+        group.sync_weights(to_worker_indices=[1])

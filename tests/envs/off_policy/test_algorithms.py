@@ -7,6 +7,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from gymnasium.envs.classic_control import PendulumEnv
+from gymnasium.vector import SyncVectorEnv
+from gymnasium.wrappers import TimeLimit
 
 from rlmesh.envs import DQNConfig, EnvRunnerGroup, SACConfig, TD3Config, get_algorithm_class
 from rlmesh.envs.replay import PrioritizedReplayBuffer, ReplayBuffer
@@ -114,13 +117,14 @@ def test_time_limits_are_bootstrapped() -> None:
 
 
 def test_all_faults_of_the_settings_come_at_once() -> None:
-    config = small(DQNConfig, epsilon="much", tau=0, n_step=0, replay_buffer_config={"typ": "x", "alpha": 1})
+    config = small(DQNConfig, epsilon="much", tau=0, n_step=0, replay_buffer_config={"typ": "x", "eta": 1})
     config.env_runners(rollout_fragment_length="auto")
     with pytest.raises(UsageError) as raised:
         config.build()
     for text in (
         "epsilon: a number", "tau: a number above 0", "n_step: a whole number between 1 and 10000", "no key 'typ'",
-        "'type'", "alpha belongs to the type 'PrioritizedReplayBuffer'", "rollout_fragment_length: a whole number",
+        "'type'", "eta belongs to the type 'PrioritizedSequenceReplayBuffer'",
+        "rollout_fragment_length: a whole number",
     ):  # fmt: skip
         assert text in str(raised.value)
     with pytest.raises(UsageError, match="target_entropy"):
@@ -171,3 +175,30 @@ def test_runners_in_other_processes_explore_as_the_algorithm_says() -> None:
         shares = algorithm.env_runner_group.foreach_worker(lambda runner: float(runner.policy.module.epsilon))
         assert shares == [pytest.approx(0.2)] * 3
         assert algorithm.env_steps_sampled == len(algorithm.replay) >= 120
+
+
+def test_settings_of_a_buffer_keep_its_type() -> None:
+    """``{"capacity": …}`` made a uniform buffer of DQN's prioritised one."""
+    with small(DQNConfig, replay_buffer_config={"capacity": 500, "alpha": 0.7}).build() as algorithm:
+        assert isinstance(algorithm.replay, PrioritizedReplayBuffer)
+        assert (algorithm.replay.capacity, algorithm.replay.alpha) == (500, 0.7)
+    with small(SACConfig, replay_buffer_config={"capacity": 500}).build() as algorithm:
+        assert type(algorithm.replay) is ReplayBuffer
+    with small(DQNConfig, replay_buffer_config={"type": "ReplayBuffer"}).build() as algorithm:
+        assert type(algorithm.replay) is ReplayBuffer
+        assert algorithm.replay.capacity == 100_000
+
+
+@pytest.mark.parametrize("envs", [1, 6, 49])
+def test_each_training_step_makes_one_update_without_an_intensity(envs: int) -> None:
+    """Also if some rows are resets, and whatever 49 times a 49th is in floating point."""
+
+    def creator(context: Any) -> Any:
+        return SyncVectorEnv([lambda: TimeLimit(PendulumEnv(), 3)] * envs)
+
+    config = small(SACConfig).environment(creator).env_runners(rollout_fragment_length=1)
+    config.training(num_steps_sampled_before_learning_starts=0).reporting(min_env_steps_per_iteration=0)
+    with config.build() as algorithm:
+        for number in range(1, 9):
+            algorithm.train()
+            assert algorithm.learner.updates == number

@@ -246,3 +246,14 @@ def test_priorities_that_are_no_numbers_are_refused() -> None:
     with pytest.raises(UsageError, match="2 batch_indexes, but 1 priorities"):
         buffer.update_priorities([1, 2], [1.0])
     assert np.all(buffer.sample(10)["weights"] == 1)
+
+
+@pytest.mark.parametrize("kind", BOTH)
+def test_numbers_that_do_not_fit_the_type_of_the_first_batch_are_refused(kind: Any) -> None:
+    """NumPy would wrap them: 300 became 44."""
+    buffer = kind(8, seed=0)
+    buffer.add({"obs": np.arange(3, dtype=np.int8)})
+    buffer.add({"obs": np.arange(3)})
+    with pytest.raises(UsageError, match="obs has numbers that do not fit int8"):
+        buffer.add({"obs": np.array([300])})
+    assert buffer.added == 6
