@@ -93,7 +93,7 @@ class Run(CheckedKeywords):
         algorithm: such as ``GRPO(samples=8)``.
         rewards: functions, `Reward` and `RewardModel` objects, that score responses; for algorithms that read rewards.
         steps: training steps; each takes one batch of prompts.
-        validation: prompts that are never trained on.
+        validation: prompts that are never trained on; of a mapping of files, all prompts of all files.
         validate_every: steps between validations; 0: before the first and after the last step only.
         evaluation: how validation prompts are sampled and counted.
         sample_files: which samples are kept in the run directory.
@@ -286,6 +286,8 @@ class Run(CheckedKeywords):
             yield f"{type(self.algorithm).__name__} needs {lacked}, which no role gives: there is {known}"
         else:
             yield from self._placement_faults()
+        if self.trains and getattr(self.reference, "model", None) and "reference" not in self.algorithm.needs:
+            yield f"reference.model={self.reference.model!r}: {type(self.algorithm).__name__} measures no divergence"
         if self.train not in get_args(Engine):
             yield f"train={self.train!r}: the engines are {', '.join(get_args(Engine))}"
 
@@ -337,6 +339,8 @@ class Run(CheckedKeywords):
             yield f"rewards: {name} learns from the responses of the data, which are not scored; leave rewards out"
         if self.placement == "fused":
             yield f"placement='fused': {name} samples nothing, so there is nothing to fuse"
+        if responses == "ranked" and (rank := getattr(self.actor.lora, "rank", 0)):
+            yield f"actor.lora.rank={rank}: {name} trains a new head, which an adapter would freeze; leave lora out"
         steps = [f"actor.{key}" for key in ("epochs", "minibatches") if getattr(self.actor, key, 1) != 1]
         if responses != "given" and steps:
             yield f"{' and '.join(steps)} must be 1: the gradient of {name} is exact for one optimizer step per batch"
@@ -389,10 +393,10 @@ class Run(CheckedKeywords):
         return AutoTokenizer.from_pretrained(self.model)
 
     def dataset(self, tokenizer: Any, data: Any = None) -> RLHFDataset | Mixture:
-        """The prompts of ``data``; None: the training data."""
+        """The prompts of ``data``, all of them once; None: the training data, in which a mapping mixes files."""
         from rlmesh.rl.data.loader import load_prompts
 
-        chosen = self.data if data is None else data
+        chosen = self.data if data is None else [*data] if isinstance(data, Mapping) else data
         plan = EpisodePlan.of(self)
         tools = {"tools": [tool.schema for tool in plan.tools]} if plan is not None and plan.tools else {}
         return load_prompts(
