@@ -273,6 +273,7 @@ def test_what_is_no_configuration_is_told(tmp_path: Path, monkeypatch: pytest.Mo
     cases = {
         "list.json": ("[1]", "must hold an object"),
         "broken.json": ("{", "cannot be read as JSON"),
+        "again.json": ('{"actor": {"lr": 1, "lr": 2}}', "cannot be read as JSON: the key 'lr' occurs twice"),
         "twice.yaml": ("steps: 1\nsteps: 2\n", "cannot be read as YAML"),
         "raises.py": ("x = 1\nnope\n", "raises.py:2: NameError"),
         "nothing.py": ("from tests.rl.run_job import is_a\n", "it defines no run; write run = Run(…)"),

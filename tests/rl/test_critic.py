@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
 
 from rlmesh.errors import UsageError
 from rlmesh.rl import reference
@@ -16,10 +20,12 @@ from rlmesh.rl.algorithms import PPO, Evaluated
 from rlmesh.rl.components import Columns, value_share
 from rlmesh.rl.engines.training.ddp import DDPEngine
 from rlmesh.rl.engines.training.forward import response_values
+from rlmesh.rl.engines.training.fsdp2 import FSDP2Engine
 from rlmesh.rl.engines.training.packed import EMPTY, PackedBatch, PackedInputs, prepare
 from rlmesh.rl.engines.training.protocol import TrainingOptions
 from rlmesh.rl.packing import pack
-from rlmesh.rl.roles.value_head import ValueModel, value_model
+from rlmesh.rl.roles.defaults import causal_model
+from rlmesh.rl.roles.value_head import ValueHead, ValueModel, value_model
 from rlmesh.rl.trainers.batches import matrix_of, shares_of, value_metrics
 from tests.rl.episodes import episodes_of, padded
 from tests.rl.test_packed_forward import make
@@ -232,3 +238,59 @@ def test_a_critic_of_another_kind_names_its_head(tmp_path: Path, monkeypatch: py
     )
     with pytest.raises(UsageError, match="no linear head named score or classifier"):
         value_model(str(tmp_path))
+
+
+def sharded_values() -> torch.Tensor:
+    """The values of a critic that FSDP2 computes in bfloat16, in a process group of this process."""
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    engine = FSDP2Engine(critic().float(), TrainingOptions(precision="bfloat16"))
+    (values,) = engine.packed_values(pack(DRAWN.episodes, token_budget=1000).by_rank[0])
+    engine.close()
+    dist.destroy_process_group()
+    return values
+
+
+def test_values_of_a_sharded_critic_in_bfloat16_are_not_rounded_to_it() -> None:
+    """In a process of its own, since torch keeps descriptors of a process group."""
+    with ProcessPoolExecutor(1, get_context("spawn")) as pool:
+        values = torch.tensor(pool.submit(sharded_values_as_list).result())
+    assert (values != values.bfloat16().float()).float().mean() > 0.5
+    assert ValueHead(4).bfloat16()(torch.ones(1, 4)).dtype == torch.float32
+
+
+def sharded_values_as_list() -> list[float]:
+    values = sharded_values()
+    assert values.dtype == torch.float32
+    found: list[float] = values.tolist()
+    return found
+
+
+def test_models_in_training_have_no_dropout_unless_they_imitate_given_responses(tmp_path: Path) -> None:
+    from transformers import OPTConfig, OPTForCausalLM
+
+    torch.manual_seed(0)
+    config = OPTConfig(
+        vocab_size=13, hidden_size=32, word_embed_proj_dim=32, ffn_dim=48, num_hidden_layers=2, num_attention_heads=4,
+        max_position_embeddings=64, dropout=0.3, layerdrop=0.3,
+    )  # fmt: skip
+    OPTForCausalLM(config).save_pretrained(tmp_path)
+    ids = torch.tensor([[3, 4, 5, 6, 7, 8]])
+
+    def differ(model: Any) -> bool:
+        def output() -> torch.Tensor:
+            with torch.no_grad():
+                found = model(ids)
+            return found if isinstance(found, torch.Tensor) else found.logits
+
+        model.train()
+        training = output()
+        model.eval()
+        return not torch.equal(training, output())
+
+    cpu = torch.device("cpu")
+    assert differ(causal_model(str(tmp_path), cpu))
+    assert not differ(causal_model(str(tmp_path), cpu, dropout=False))
+    made = value_model(str(tmp_path))
+    with torch.no_grad():
+        made.head.weight.fill_(1.0)  # type: ignore[operator]
+    assert not differ(made)

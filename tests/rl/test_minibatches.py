@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -11,9 +13,10 @@ from hypothesis import strategies as st
 from rlmesh.rl.algorithms import GRPO, PPO, Evaluated
 from rlmesh.rl.components import policy_share
 from rlmesh.rl.engines.training.packed import PackedInputs, prepare
-from rlmesh.rl.packing import pack
-from rlmesh.rl.trainers.batches import joined, packs_of, shares_of
+from rlmesh.rl.packing import Tokens, pack
+from rlmesh.rl.trainers.batches import evaluated_of, joined, lengths_of, packs_of, shares_of
 from rlmesh.rl.trainers.settings import ActorSettings
+from rlmesh.rl.types import Group, Score
 from tests.rl.episodes import Episodes, episodes_of, groups_of_episodes, padded
 from tests.rl.test_packed_forward import make
 
@@ -90,3 +93,15 @@ def test_the_learning_rate_rises_and_falls_over_the_optimizer_steps() -> None:
     assert settings.lr_share(600, 100) == pytest.approx(0.1)
     assert settings.lr_share(700, 100) == pytest.approx(0.1)
     assert {ActorSettings().lr_share(update, 5) for update in range(9)} == {1.0}
+
+
+def test_an_episode_that_its_limit_of_turns_ended_is_cut_off_as_one_of_tokens_or_time() -> None:
+    reasons = ["stop", "length", "time", "max_turns"]
+    episodes = [
+        replace(one, finish_reason=reason) for one, reason in zip(DRAWN.episodes[: len(reasons)], reasons, strict=True)
+    ]
+    given = evaluated_of(episodes, Tokens.of(episodes), [0, 0, 1, 1], [Score(1.0)] * 4, None, {}, version=0)
+    assert given.cut_off is not None and given.cut_off.tolist() == [False, True, True, True]
+    skipped = GRPO(samples=2, skip_cut_off=True).weigh(given)
+    assert skipped.policy.any(1).tolist() == [True, False, False, False]
+    assert lengths_of([Group((0, 0), tuple(episodes))])["cut_off_share"] == 0.75

@@ -13,6 +13,7 @@ from torch import nn
 from rlmesh.errors import UsageError
 from rlmesh.rl.engines.training.activation_checkpointing import checkpoint_activations
 from rlmesh.rl.engines.training.forward import response_log_probs
+from rlmesh.rl.engines.training.pack_check import rescaled_beyond
 from rlmesh.rl.engines.training.packed import PackedInputs, packed_hidden, packed_log_probs, packed_values, prepare
 from rlmesh.rl.packing import pack
 from tests.rl.episodes import VOCABULARY, Episodes, episodes_of
@@ -194,6 +195,7 @@ def of_kind(kind: str, **options: Any) -> Any:
         ("rwkv", {"attention_hidden_size": 32}, "other results on a pack"),
         ("bloom", {"n_layer": 2, "n_head": 4}, "fail on a pack"),
         ("lfm2", {"layer_types": ["conv", "full_attention"]}, "layers of type conv"),
+        ("gpt_oss", {"layer_types": ["full_attention"] * 2, "head_dim": 8, "num_local_experts": 4}, "other results"),
     ],
 )
 def test_models_whose_packs_differ_from_rows_alone_are_refused(kind: str, options: dict[str, Any], fault: str) -> None:
@@ -224,3 +226,20 @@ def test_episodes_beyond_a_sliding_window_are_refused() -> None:
     packed_log_probs(model, PackedInputs(pack(short.episodes, token_budget=100).by_rank[0][0], "cpu"))
     with pytest.raises(UsageError, match=r"13 tokens.*window of 12"):
         packed_log_probs(model, PackedInputs(pack(long.episodes, token_budget=100).by_rank[0][0], "cpu"))
+
+
+def test_episodes_for_which_positions_are_rescaled_are_refused() -> None:
+    """A long episode would change the numbers of the short ones beside it."""
+    rope = {
+        "rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": 12,
+        "short_factor": [1.0] * 4, "long_factor": [4.0] * 4,
+    }  # fmt: skip
+    model = of_kind("llama", rope_parameters=rope, head_dim=8)
+    prepare(model)
+    assert rescaled_beyond(model.config) == 12
+    short, long = (episodes_of([(prompt, [9])], 3) for prompt in (3, 4))
+    packed_log_probs(model, PackedInputs(pack(short.episodes, token_budget=100).by_rank[0][0], "cpu"))
+    with pytest.raises(UsageError, match=r"13 tokens, and beyond 12 the model rescales"):
+        packed_log_probs(model, PackedInputs(pack(long.episodes, token_budget=100).by_rank[0][0], "cpu"))
+    dynamic = of_kind("llama", rope_parameters={"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0})
+    assert rescaled_beyond(dynamic.config) == 64 and rescaled_beyond(of_kind("llama").config) is None

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from rlmesh.errors import UsageError
-from rlmesh.rl.algorithms import GRPO, PPO, Algorithm
+from rlmesh.rl.algorithms import DPO, GRPO, PPO, Algorithm
 from rlmesh.rl.rewards import Reward
 from rlmesh.rl.trainers import preflight
 from rlmesh.rl.trainers.run import Run
@@ -28,8 +28,15 @@ from rlmesh.rl.trainers.settings import (
     apply_overrides,
 )
 from tests.rl import run_job
+from tests.rl.checkpoints.runs import make_model as with_dropout
+from tests.rl.checkpoints.runs import metrics_of
 from tests.rl.run_job import ROWS, is_a
 from tests.rl.tiny import TEMPLATE, make_tokenizer
+
+LONG_ROPE = {
+    "rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": 8,
+    "short_factor": [1.0] * 4, "long_factor": [4.0] * 4,
+}  # fmt: skip
 
 
 def settings(**changes: Any) -> dict[str, Any]:
@@ -251,6 +258,7 @@ def test_faults_are_told_before_any_process_starts(tiny: Path, changes: dict[str
     [
         ("mistral", {"sliding_window": 8, "head_dim": 8}, "more than the sliding window of 8 tokens"),
         ("lfm2", {"layer_types": ["conv", "full_attention"]}, "has layers of type conv"),
+        ("llama", {"rope_parameters": LONG_ROPE, "head_dim": 8}, "more than the 8 tokens beyond which the model resc"),
     ],
 )
 def test_models_that_would_train_with_wrong_numbers_are_told_before_any_process_starts(
@@ -465,6 +473,22 @@ def test_a_run_in_one_process_gives_the_numbers_of_the_job(
     assert found == pytest.approx(calm(algorithm), abs=1e-6)
     assert found[8] > found[1] + 0.2
     assert (result.model / "model.safetensors").exists()
+
+
+@pytest.mark.parametrize("algorithm", [PPO(samples=2, kl=0.1), DPO()], ids=["ppo", "dpo"])
+def test_equal_policies_have_the_ratio_1_also_if_the_model_has_dropout(tmp_path: Path, algorithm: Algorithm) -> None:
+    """Nothing is learnt, so every pass of the step must compute the same policy."""
+    rows = [{**row, "chosen": "a", "rejected": "bc"} for row in ROWS]
+    run = Run(
+        model=str(with_dropout(tmp_path / "model")), data=rows, rewards=[is_a] if algorithm.rewarded else [],
+        algorithm=algorithm, batch_size=8, steps=1, actor=ActorSettings(lr=0.0), critic=CriticSettings(lr=0.0),
+        rollout=RolloutSettings(max_tokens=4),
+    )  # fmt: skip
+    found = metrics_of(run.here(run_dir=tmp_path / "run").run_dir)[1]
+    assert found["clip_fraction"] == 0 and found["kl_step"] < 1e-9
+    assert found["ratio_mean"] == pytest.approx(1.0, abs=1e-5)
+    if "critic/loss" in found:
+        assert found["critic/clip_fraction"] == 0
 
 
 @pytest.mark.slow

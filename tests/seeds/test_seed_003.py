@@ -156,6 +156,8 @@ def test_settings_come_from_the_keys(folder: Path) -> None:
     assert isinstance(made.algorithm, PPO)
     assert (made.algorithm.lam, made.algorithm.kl, made.actor.epochs, made.train) == (1.0, 0.001, 2, "fsdp2")
     assert (made.devices_per_node, made.batch_size, made.rollout.max_tokens, made.critic.lr) == (0, 32, 1, 0.01)
+    assert made.critic.epochs == 2, "in verl, the critic has the actor's epochs unless it has its own"
+    assert trainer(config_of(folder, **{"critic.ppo_epochs": 3})).run.critic.epochs == 3
     grpo = trainer(
         config_of(
             folder, **{"algorithm.adv_estimator": "grpo", "algorithm.kl_ctrl": "null", "actor_rollout_ref.rollout.n": 5}
@@ -183,6 +185,8 @@ def test_epochs_become_steps(folder: Path) -> None:
         ({"actor_rollout_ref.actor.strategy": "megatron", "critic.strategy": "megatron"}, "no Megatron-LM engine"),
         ({"actor_rollout_ref.actor.strategy": "tpu", "critic.strategy": "tpu"}, "strategy='tpu'"),
         ({"algorithm.adv_estimator": "astrology"}, "adv_estimator='astrology'"),
+        # verl's own: only the best response of a group has an advantage, its distance to the second best.
+        ({"algorithm.adv_estimator": "grpo_passk"}, "adv_estimator='grpo_passk'"),
     ],
 )
 def test_what_there_is_not_is_named(folder: Path, changes: dict[str, str], said: str) -> None:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -58,7 +57,7 @@ class GRPO(Algorithm):
     """Group-relative policy optimisation.
 
     Attributes:
-        samples: responses per prompt, ≥ 2.
+        samples: responses per prompt, ≥ 2; for the advantage ``remax`` ≥ 1.
         advantage: how the responses of a group are compared.
         loss: a published variant, which sets the loss term, the clip bounds and the aggregation.
         aggregation, clip_low, clip_high: ``None``: those of the variant.
@@ -105,7 +104,7 @@ class GRPO(Algorithm):
         ]
         if self.aggregation is not None:
             faults += choice_faults("aggregation", self.aggregation, Aggregation)
-        if self.samples < 2 and self.advantage not in ("remax", "reinforce++"):
+        if self.samples < 2 and self.advantage != "remax":
             faults.append(f"samples={self.samples}: at least 2 responses per prompt, or there is nothing to compare")
         if next(number_faults(0, 1, eps=self.eps), "") or self.eps == 0:
             faults.append(f"eps={self.eps!r} must be a number > 0 and ≤ 1")
@@ -113,12 +112,11 @@ class GRPO(Algorithm):
             faults.append(f"constant={self.constant!r} must be a number > 0")
         if not faults and (self._aggregation == "constant") != (self.constant is not None):
             faults.append(f"constant={self.constant}: the aggregation 'constant', and no other, takes it (> 0)")
-        most = self.samples if self.advantage == "pass_at_k" else math.inf  # the others do not read k
         k: Any = self.k
-        if isinstance(k, bool) or not isinstance(k, int) or not 1 <= k <= most:
+        if isinstance(k, bool) or not isinstance(k, int) or not 1 <= k <= self.samples:
             faults.append(f"k={self.k!r}: a whole number from 1 to samples={self.samples}")
-        if not faults and self.dual_clip is not None and PRESETS[self.loss].policy_loss != "ppo":
-            faults.append(f"dual_clip={self.dual_clip}: the loss {self.loss!r} has no dual clip")
+        if not faults:
+            faults += self._idle_settings()
         pair: Any = self.overlong
         whole = isinstance(pair, Sequence) and [type(one) for one in pair] == [int, int]
         if pair is not None and not (whole and 0 < pair[1] <= pair[0]):
@@ -128,6 +126,15 @@ class GRPO(Algorithm):
         if isinstance(self.correction, str):
             object.__setattr__(self, "correction", Correction(self.correction))
         object.__setattr__(self, "policy_loss", PRESETS[self.loss].policy_loss)
+
+    def _idle_settings(self) -> Iterator[str]:
+        """One sentence per setting that the chosen loss or advantage does not read."""
+        if self.dual_clip is not None and PRESETS[self.loss].policy_loss != "ppo":
+            yield f"dual_clip={self.dual_clip}: the loss {self.loss!r} has no dual clip"
+        if PRESETS[self.loss].policy_loss == "sapo" and (self.clip_low, self.clip_high) != (None, None):
+            yield f"clip_low={self.clip_low}, clip_high={self.clip_high}: the loss {self.loss!r} has a gate and no clip"
+        if self.k != 1 and self.advantage != "pass_at_k":
+            yield f"k={self.k}: the advantage 'pass_at_k', and no other, takes it; this is {self.advantage!r}"
 
     @property
     def needs(self) -> frozenset[Need]:

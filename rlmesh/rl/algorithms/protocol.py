@@ -268,6 +268,8 @@ class Algorithm(CheckedKeywords):
             raise ValueError(f"{type(self).__name__}(samples={samples!r}): a whole number of responses per prompt")
         if samples < 1:
             raise ValueError(f"{type(self).__name__}(samples={self.samples}): at least 1 response per prompt")
+        if samples > 1 and self.responses != "sampled":
+            raise ValueError(f"{type(self).__name__}(samples={samples}): the data has the responses; leave samples out")
 
 
 def weighed(algorithm: Algorithm, batch: Evaluated) -> TokenWeights:

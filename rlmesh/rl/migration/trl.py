@@ -162,7 +162,7 @@ def _grpo_sampling(c: Conversion) -> None:
         ("sync_ref_model", False, "the reference stays as it is"),
         ("max_tool_calling_iterations", ABSENT, "episode.max_turns, with Run(tools=…)"),
         ("router_aux_loss_coef", ABSENT, "there is no loss of mixtures of experts"),
-        ("disable_dropout", False, "set the model's dropout to 0 in its config.json"),
+        ("disable_dropout", True, "a policy is trained without dropout"),
         ("vllm_structured_outputs_regex", ABSENT, "responses are not constrained"),
     ):
         c.leave(key, advice, unless=harmless)
@@ -295,7 +295,7 @@ def _given(c: Conversion, processes: int) -> tuple[int, int]:
     c.advise(f"max_length={longest}", "prompts and responses are cut or left out each at this length, not together")
     c.leave("packing", "batch_size counts rows; with packing, TRL's batch counts rows of max_length", unless=False)
     c.leave("truncation_mode", "longer responses are cut at their end, longer prompts left out", unless="keep_start")
-    c.leave("disable_dropout", "set the model's dropout to 0 in its config.json", unless=True)
+    c.leave("disable_dropout", "SFT alone trains with the dropout of the model", unless=True)
     c.leave("router_aux_loss_coef", "there is no loss of mixtures of experts")
     c.leave("dataset_kwargs", "rows have prompt and response")
     if c.library.endswith("sft"):

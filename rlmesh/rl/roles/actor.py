@@ -40,7 +40,9 @@ class ActorRole(TrainedRole, SendsWeights):
     """The weights of the last step, for pushes while the training engine sleeps; ``None`` if it never sleeps."""
 
     def make_model(self) -> nn.Module:
-        return causal_model(self.run_settings.model, self.device)
+        # Cross-entropy of given responses alone has no ratio, and no factor from before the step.
+        dropout = self.run_settings.algorithm.responses == "given"
+        return causal_model(self.run_settings.model, self.device, dropout=dropout)
 
     @rpc
     def log_probs(self, packs: Sequence[Pack], version: int) -> list[NDArray[np.float32]]:

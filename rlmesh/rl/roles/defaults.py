@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -15,7 +15,10 @@ from rlmesh.errors import UsageError
 if TYPE_CHECKING:
     from rlmesh.rl.trainers.run import Run
 
-__all__ = ["YOUNG_OBJECTS", "causal_model", "choose_device", "keep_objects", "run_settings"]
+__all__ = [
+    "YOUNG_OBJECTS", "causal_model", "choose_device", "dropout_rates", "keep_objects", "load_float32",
+    "run_settings",
+]  # fmt: skip
 
 
 def run_settings() -> Run:
@@ -71,9 +74,32 @@ def choose_device(threads: int) -> torch.device:
     return torch.device("cpu")
 
 
-def causal_model(name: str, device: torch.device) -> nn.Module:
-    """A causal language model from a folder or hub name, in float32, on a device."""
+def causal_model(name: str, device: torch.device, *, dropout: bool = True) -> nn.Module:
+    """A causal language model from a folder or hub name, in float32, on a device; see `load_float32`."""
     from transformers import AutoModelForCausalLM
 
-    model: nn.Module = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32)
+    model: nn.Module = load_float32(AutoModelForCausalLM, name, dropout=dropout)
     return model.to(device)
+
+
+def load_float32(kind: Any, name: str, *, dropout: bool) -> Any:
+    """A model of transformers in float32.
+
+    Args:
+        kind: the class that loads it, such as ``AutoModelForCausalLM``.
+        name: a folder or hub name.
+        dropout: False: the rates of dropout in its configuration, and thus in exported folders, are 0. With dropout,
+            the training pass is another function than the pass that gave the old log-probabilities or values: the ratio
+            of two equal policies is not 1, and factors from before the step do not belong to the gradient.
+    """
+    from transformers import AutoConfig
+
+    rates = {} if dropout else dropout_rates(AutoConfig.from_pretrained(name))
+    return kind.from_pretrained(name, dtype=torch.float32, **dict.fromkeys(rates, 0.0))
+
+
+def dropout_rates(config: Any) -> dict[str, float]:
+    """The rates of dropout, and of the noise of routers, in a configuration of transformers that are above 0, by
+    name."""
+    rates = {name: value for name, value in config.to_dict().items() if "drop" in name or "jitter" in name}
+    return {name: float(value) for name, value in rates.items() if type(value) in (int, float) and value > 0}

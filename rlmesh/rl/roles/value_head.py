@@ -10,16 +10,20 @@ from torch.nn import functional
 
 from rlmesh.errors import UsageError
 from rlmesh.rl.engines.training.packed import PackedInputs, packed_values
+from rlmesh.rl.roles.defaults import load_float32
 
 __all__ = ["ValueHead", "ValueModel", "value_model"]
 
 
 class ValueHead(nn.Linear):
-    """A linear map from hidden states ``[…, width]`` to values ``[…, 1]``, computed in the dtype of its weights.
+    """A linear map from hidden states ``[…, width]`` to values ``[…, 1]``, computed in float32 at least.
 
     A new head is 0, so the first values are 0, on every rank and for every seed. Autocast does not apply, since a lower
     precision would round values to three digits.
     """
+
+    full_precision = True
+    """Engines that gather weights in a lower precision gather those of this module as they are."""
 
     def __init__(self, width: int) -> None:
         super().__init__(width, 1)
@@ -27,8 +31,10 @@ class ValueHead(nn.Linear):
         nn.init.zeros_(self.bias)
 
     def forward(self, hidden: Tensor) -> Tensor:
+        wide = torch.promote_types(self.weight.dtype, torch.float32)
+        bias: Tensor | None = self.bias  # a reward model has none
         with torch.autocast(hidden.device.type, enabled=False):
-            return functional.linear(hidden.to(self.weight.dtype), self.weight, self.bias)
+            return functional.linear(hidden.to(wide), self.weight.to(wide), None if bias is None else bias.to(wide))
 
 
 class ValueModel(nn.Module):
@@ -72,7 +78,7 @@ class ValueModel(nn.Module):
 
 
 def value_model(model: str) -> ValueModel:
-    """A critic from a folder or hub name, in float32.
+    """A critic from a folder or hub name, in float32 and without dropout (`load_float32`).
 
     A model that scores sequences or tokens with one label (a reward model, an earlier critic) keeps its head; other
     models get a new head.
@@ -90,9 +96,9 @@ def value_model(model: str) -> ValueModel:
     }
     kind = next((kind for end, kind in kinds.items() if named.endswith(end)), None)
     if kind is None or config.num_labels != 1:
-        loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+        loaded: Any = load_float32(transformers.AutoModelForCausalLM, model, dropout=False)
         return ValueModel(loaded.base_model)
-    loaded = kind.from_pretrained(model, dtype=torch.float32)
+    loaded = load_float32(kind, model, dropout=False)
     trained = getattr(loaded, "score", None) or getattr(loaded, "classifier", None)
     if not isinstance(trained, nn.Linear):
         raise UsageError(f"critic.model={model!r}: {named} has no linear head named score or classifier")

@@ -31,6 +31,9 @@ __all__ = [
     "values_of",
 ]
 
+LIMITS = ("length", "time", "max_turns")
+"""The reasons of episodes that a limit has ended."""
+
 
 def packs_of(
     episodes: Sequence[Episode], groups: Sequence[int], *, minibatches: int, token_budget: int, ranks: int
@@ -177,7 +180,7 @@ def evaluated_of(
         ),
         sampled_log_probs=torch.from_numpy(tokens.sampled_log_probs),
         greedy_rewards=None if greedy is None else values_of([greedy[number] for number in numbers]),
-        cut_off=torch.tensor([episode.finish_reason in ("length", "time") for episode in episodes]),
+        cut_off=torch.tensor([episode.finish_reason in LIMITS for episode in episodes]),
         current=torch.tensor([episode.sampled_by(version) for episode in episodes]),
         **{"log_probs": None, **found},
     )
@@ -199,5 +202,5 @@ def lengths_of(groups: Sequence[Group]) -> dict[str, float]:
     episodes = Group.episodes_of(groups)
     return {
         "response_tokens": float(np.mean([episode.response_tokens for episode in episodes])),
-        "cut_off_share": float(np.mean([episode.finish_reason in ("length", "time") for episode in episodes])),
+        "cut_off_share": float(np.mean([episode.finish_reason in LIMITS for episode in episodes])),
     }

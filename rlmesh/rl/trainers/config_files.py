@@ -97,11 +97,20 @@ def _yaml(path: Path) -> Any:
 
 def _json(path: Path) -> Any:
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_keys_once)
     except (ValueError, OSError) as error:
         raise UsageError(f"{path} cannot be read as JSON: {error}") from error
     if not isinstance(found, dict):
         raise UsageError(f"{path} must hold an object with keys, it holds {type(found).__name__}")
+    return found
+
+
+def _keys_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object of JSON, in which the later of two equal keys would silently count."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"the key {next(name for name in names if names.count(name) > 1)!r} occurs twice")
     return found
 
 

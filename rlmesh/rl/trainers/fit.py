@@ -23,6 +23,7 @@ from rlmesh.rl.engines.training.activation_checkpointing import checkpoint_activ
 from rlmesh.rl.engines.training.packed import PackedInputs, packed_hidden, prepare
 from rlmesh.rl.head import CHUNK_TOKENS
 from rlmesh.rl.rewards.model import RewardModel
+from rlmesh.rl.roles.defaults import dropout_rates
 from rlmesh.rl.trainers.full_packs import fullest_pack
 from rlmesh.rl.trainers.tensor_count import TensorCount
 
@@ -148,6 +149,9 @@ class _Shapes:
         self.config = self.critic_config = AutoConfig.from_pretrained(run.model)
         if self.critic_settings is not None and getattr(self.critic_settings, "model", None):
             self.critic_config = AutoConfig.from_pretrained(self.critic_settings.model)
+        for config in (self.config, self.critic_config) if run.algorithm.responses != "given" else ():
+            for rate in dropout_rates(config):
+                setattr(config, rate, 0.0)
         self.kind = "cuda" if run.devices_per_node else "cpu"
         # A torch without CUDA cannot make such tensors. "meta" tensors take the same path in attention.
         self.device = self.kind if self.kind == "cpu" or torch.backends.cuda.is_built() else "meta"

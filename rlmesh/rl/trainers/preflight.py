@@ -266,7 +266,7 @@ def _slow_faults(run: Run, counts: list[str], tried: set[str]) -> Iterator[str]:
         here = "" if folder.is_dir() else f"there is no folder of this name{near or '.'} As a hub name: "
         yield f"model={run.model!r}: {here}{error}"
         return
-    yield from _teacher_faults(run, tokenizer)
+    yield from _token_faults(run, tokenizer)
     yield from _pack_faults(run)
     try:
         data = run.dataset(tokenizer)
@@ -329,7 +329,8 @@ def _positions(model: str) -> int | None:
 
 
 def _window_faults(run: Run, setting: str, most: int, longest: int) -> Iterator[str]:
-    """A fault if an episode can be longer than the window of tokens that the model's layers attend to.
+    """A fault if an episode can be longer than the window of tokens that the model's layers attend to, or than its
+    positions are before they are rescaled.
 
     Args:
         setting, most: name and value of the limit of an episode's tokens after its prompt.
@@ -337,9 +338,18 @@ def _window_faults(run: Run, setting: str, most: int, longest: int) -> Iterator[
     """
     from transformers import AutoConfig
 
-    from rlmesh.rl.engines.training.pack_check import window_of
+    from rlmesh.rl.engines.training.pack_check import rescaled_beyond, window_of
 
-    window = window_of(AutoConfig.from_pretrained(run.model)) if run.trains else None
+    if not run.trains:
+        return
+    config = AutoConfig.from_pretrained(run.model)
+    limit = rescaled_beyond(config)
+    if limit is not None and longest + most > limit:
+        yield (
+            f"{setting}={most} after a prompt of {longest} tokens are more than the {limit} tokens beyond which the "
+            "model rescales its positions, which training does not support yet: lower it"
+        )
+    window = window_of(config)
     if window is not None and longest + most > window:
         yield (
             f"{setting}={most} after a prompt of {longest} tokens are more than the sliding window of {window} tokens "
@@ -367,20 +377,25 @@ def _pack_faults(run: Run) -> Iterator[str]:
             yield f"{name}={model!r} {fault}: a run computes its batches as packs"
 
 
-def _teacher_faults(run: Run, tokenizer: Any) -> Iterator[str]:
-    """A fault if the reference is a model with another tokenizer: its log-probabilities would belong to other texts."""
-    model = run.reference.model
-    if model is None or "reference" not in run.algorithm.needs:
-        return
+def _token_faults(run: Run, tokenizer: Any) -> Iterator[str]:
+    """One sentence per model that reads the tokens of the policy, and has a tokenizer with others: its numbers would
+    belong to other texts."""
     from transformers import AutoTokenizer
 
-    try:
-        other = AutoTokenizer.from_pretrained(model)
-    except (OSError, ValueError, TypeError, AttributeError) as error:
-        yield f"reference.model={model!r}: {error}"
-        return
-    if other.get_vocab() != tokenizer.get_vocab():
-        yield f"reference.model={model!r} has other tokens than model={run.model!r}: both must have the same tokenizer"
+    for role, model in (("reference", run.reference.model), ("critic", run.critic.model)):
+        if model is None or role not in run.algorithm.needs:
+            continue
+        folder = Path(model).expanduser()
+        if role == "critic" and folder.is_dir() and not any((folder / name).exists() for name in TOKENIZER_FILES):
+            continue  # a critic needs weights alone
+        try:
+            own, other = tokenizer.get_vocab(), AutoTokenizer.from_pretrained(model).get_vocab()
+        except (OSError, ValueError, TypeError, AttributeError) as error:
+            yield f"{role}.model={model!r}: {error}"
+            continue
+        # A critic samples nothing, so further tokens of its own, such as one for padding, do no harm.
+        if own != other if role == "reference" else not own.items() <= other.items():
+            yield f"{role}.model={model!r} has other tokens than model={run.model!r}: both must have the same tokenizer"
 
 
 def _end_faults(run: Run, tokenizer: Any, prompt: Prompt) -> Iterator[str]:

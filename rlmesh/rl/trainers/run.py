@@ -93,7 +93,7 @@ class Run(CheckedKeywords):
         algorithm: such as ``GRPO(samples=8)``.
         rewards: functions, `Reward` and `RewardModel` objects, that score responses; for algorithms that read rewards.
         steps: training steps; each takes one batch of prompts.
-        validation: prompts that are never trained on.
+        validation: prompts that are never trained on; of a mapping of files, all prompts of all files.
         validate_every: steps between validations; 0: before the first and after the last step only.
         evaluation: how validation prompts are sampled and counted.
         sample_files: which samples are kept in the run directory.
@@ -286,6 +286,8 @@ class Run(CheckedKeywords):
             yield f"{type(self.algorithm).__name__} needs {lacked}, which no role gives: there is {known}"
         else:
             yield from self._placement_faults()
+        if self.trains and getattr(self.reference, "model", None) and "reference" not in self.algorithm.needs:
+            yield f"reference.model={self.reference.model!r}: {type(self.algorithm).__name__} measures no divergence"
         if self.train not in get_args(Engine):
             yield f"train={self.train!r}: the engines are {', '.join(get_args(Engine))}"
 
@@ -389,10 +391,10 @@ class Run(CheckedKeywords):
         return AutoTokenizer.from_pretrained(self.model)
 
     def dataset(self, tokenizer: Any, data: Any = None) -> RLHFDataset | Mixture:
-        """The prompts of ``data``; None: the training data."""
+        """The prompts of ``data``, all of them once; None: the training data, in which a mapping mixes files."""
         from rlmesh.rl.data.loader import load_prompts
 
-        chosen = self.data if data is None else data
+        chosen = self.data if data is None else [*data] if isinstance(data, Mapping) else data
         plan = EpisodePlan.of(self)
         tools = {"tools": [tool.schema for tool in plan.tools]} if plan is not None and plan.tools else {}
         return load_prompts(

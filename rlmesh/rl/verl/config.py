@@ -104,6 +104,9 @@ def run_settings_of(config: Any, tokenizer: Any) -> dict[str, Any]:
     for name, place in (("actor", ACTOR), ("critic", CRITIC)):
         mini = read(config, f"{place}.ppo_mini_batch_size", read(config, f"{ACTOR}.ppo_mini_batch_size"))
         found[f"{name}.minibatches"] = int(found.get("batch_size", BATCH)) // int(mini) if mini else 1
+    # In verl, the critic makes as many passes as the actor unless its own section says otherwise.
+    if "critic.epochs" not in found and "actor.epochs" in found:
+        found["critic.epochs"] = found["actor.epochs"]
     on_cpu = read(config, "trainer.device", "cuda") == "cpu"
     settings: dict[str, Any] = {name: value for name, value in found.items() if "." not in name}
     sections: dict[str, type[Any]] = {"actor": ActorSettings, "critic": CriticSettings, "rollout": RolloutSettings}
@@ -176,7 +179,7 @@ def _algorithm(config: Any) -> Algorithm:
         return PPO(**token_level, lam=float(read(config, "algorithm.lam", 1.0)), value_clip=value_clip)
     if name == "reinforce_plus_plus":
         return ReinforcePlusPlus(**token_level)
-    advantages: dict[str, Any] = {"grpo": "grpo", "rloo": "rloo", "opo": "opo", "grpo_passk": "pass_at_k"}
+    advantages: dict[str, Any] = {"grpo": "grpo", "rloo": "rloo", "opo": "opo"}
     if name not in advantages:
         there = ", ".join(["gae", "reinforce_plus_plus", *advantages])
         raise NotImplementedError(f"algorithm.adv_estimator={name!r}: there is {there}")

@@ -1,4 +1,4 @@
-"""Small runs whose state is more than weights: dropout, a controller of the KL penalty, a critic."""
+"""Small runs whose state is more than weights: a controller of the KL penalty, a critic, dropout."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from rlmesh.rl.algorithms import GRPO, PPO
+from rlmesh.rl.algorithms import GRPO, PPO, Algorithm
 from rlmesh.rl.algorithms.protocol import Evaluated, TokenWeights
 from rlmesh.rl.kl import KLController
 from rlmesh.rl.rewards import Reward
@@ -42,8 +42,9 @@ class Controlled(PPO):
         self.held[:] = replace(self.held[0], coefficient=state["coefficient"]), state["batches"]
 
 
-def make(model: Path, algorithm: str = "grpo", **changes: Any) -> Run:
-    chosen = GRPO(samples=4) if algorithm == "grpo" else Controlled(samples=4, kl=0.1)
+def make(model: Path, algorithm: str | Algorithm = "grpo", **changes: Any) -> Run:
+    named = {"grpo": GRPO(samples=4), "ppo": Controlled(samples=4, kl=0.1)}
+    chosen = named[algorithm] if isinstance(algorithm, str) else algorithm
     settings: dict[str, Any] = {
         "model": str(model), "data": PROMPTS, "rewards": [Reward(is_a, inline=True)], "algorithm": chosen,
         "batch_size": 8, "steps": 8, "save_every": 2, "keep_last": 3, "actor": ActorSettings(lr=1e-2),

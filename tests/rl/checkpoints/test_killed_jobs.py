@@ -116,7 +116,7 @@ def test_a_complete_job_says_so_and_goes_on_with_other_ranks(model: Path, whole:
     alone = tmp_path / "alone"
     shutil.copytree(whole, alone)
     make(model, "ppo", steps=10).here(run_dir=alone)
-    for step in (9, 10):  # the ranks' dropout differs
+    for step in (9, 10):  # other ranks round otherwise
         for name, distance in (("reward_mean", 0.06), ("kl", 0.05), ("critic/value_mean", 0.05), ("lr", 0)):
             assert steps[step][name] == pytest.approx(metrics_of(alone)[step][name], abs=distance), name
         assert steps[step]["drift_alarm"] == 0

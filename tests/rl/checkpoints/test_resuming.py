@@ -17,12 +17,13 @@ import pytest
 import torch
 
 from rlmesh.errors import UsageError
+from rlmesh.rl.algorithms import SFT
 from rlmesh.rl.checkpoints.store import checkpoint_folder, read_checkpoint, saved_step
+from rlmesh.rl.trainers.run import Run
 from rlmesh.rl.trainers.settings import ActorSettings, RolloutSettings
 from rlmesh.rl.trainers.trainer import Trainer
 from tests.rl.checkpoints.runs import PROMPTS, content, make, make_model, metrics_of
 
-# Dropout makes the trainer's log-probabilities differ from the engine's.
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 
 
@@ -104,12 +105,25 @@ def test_a_trainer_that_samples_by_itself_goes_on_with_the_same_samples(
 def test_a_run_that_goes_on_gives_the_same_bits(
     model: Path, tmp_path: Path, whole: Callable[[str], Path], algorithm: str, stop: int
 ) -> None:
-    """Dropout, the controller and the place in the data go on where they were; step 4 is at the edge of an epoch."""
+    """The controller and the place in the data go on where they were; step 4 is at the edge of an epoch."""
     run_dir = tmp_path / "run"
     make(model, algorithm, steps=stop).here(run_dir=run_dir)
     make(model, algorithm).here(run_dir=run_dir)
     assert content(run_dir) == content(whole(algorithm))
     assert metrics_of(run_dir) == metrics_of(whole(algorithm))
+
+
+def test_the_dropout_of_supervised_steps_is_the_same_after_a_resume(model: Path, tmp_path: Path) -> None:
+    rows = [{**row, "response": "ab"} for row in PROMPTS]
+
+    def supervised(steps: int) -> Run:
+        return make(model, algorithm=SFT(), data=rows, rewards=[], steps=steps)
+
+    supervised(4).here(run_dir=tmp_path / "whole")
+    supervised(2).here(run_dir=tmp_path / "run")
+    supervised(4).here(run_dir=tmp_path / "run")
+    assert metrics_of(tmp_path / "run") == metrics_of(tmp_path / "whole")
+    assert content(tmp_path / "run") == content(tmp_path / "whole")
 
 
 def test_the_states_of_the_run_do_change(whole: Callable[[str], Path]) -> None:

@@ -18,15 +18,15 @@ import pytest
 pytest.importorskip("transformers")
 
 from rlmesh.errors import UsageError
-from rlmesh.rl.algorithms import DPO, GRPO, SFT, OnPolicyDistillation, RewardModelling
+from rlmesh.rl.algorithms import DPO, GRPO, PPO, SFT, OnPolicyDistillation, RewardModelling
 from rlmesh.rl.checkpoints.store import saved_step
 from rlmesh.rl.data.dataset import Prompt
 from rlmesh.rl.data.loader import Drawn
 from rlmesh.rl.offline.responses import offline_groups, response_texts
 from rlmesh.rl.trainers.run import Run, RunResult
-from rlmesh.rl.trainers.settings import ActorSettings, LoraSettings, ReferenceSettings, RolloutSettings
+from rlmesh.rl.trainers.settings import ActorSettings, CriticSettings, LoraSettings, ReferenceSettings, RolloutSettings
 from tests.rl.checkpoints.runs import make_model
-from tests.rl.run_job import is_a
+from tests.rl.run_job import ROWS, is_a
 
 EXAMPLES = Path(__file__).parents[3] / "examples" / "trainings"
 PAIRS = [{"prompt": "ab>", "chosen": "a", "rejected": "b"}] * 4
@@ -57,6 +57,10 @@ def make(model: Path, **changes: Any) -> Run:
             "rollout.temperature=0.7: DPO samples nothing, and its loss is",
         ),
         ({"reference": "big"}, "reference='big' must be"),
+        (
+            {"algorithm": GRPO(), "rewards": [is_a], "reference": ReferenceSettings(model="big")},
+            "reference.model='big': GRPO measures no divergence",
+        ),
     ],
 )
 def test_settings_that_do_not_fit_are_refused(tiny: Path, changes: dict[str, Any], said: str) -> None:
@@ -68,6 +72,8 @@ def test_settings_that_do_not_fit_are_refused(tiny: Path, changes: dict[str, Any
 def test_data_without_responses_and_teachers_with_other_tokens_are_refused(tiny: Path, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="a row has no text as 'response', which the algorithm learns from; its colum"):
         make(tiny, algorithm=SFT()).submit()
+    from transformers import AutoTokenizer
+
     from tests.rl.tiny import make_config, make_tokenizer
 
     make_tokenizer(tmp_path, words=["<pad>", "<end>", *"xyz", ">"])
@@ -75,6 +81,17 @@ def test_data_without_responses_and_teachers_with_other_tokens_are_refused(tiny:
     teacher = ReferenceSettings(model=str(tmp_path))
     with pytest.raises(UsageError, match=r"reference\.model=.* has other tokens than model="):
         make(tiny, algorithm=OnPolicyDistillation(), reference=teacher).submit()
+    critic = CriticSettings(model=str(tmp_path))
+    with pytest.raises(UsageError, match=r"critic\.model=.* has other tokens than model="):
+        make(tiny, algorithm=PPO(), rewards=[is_a], critic=critic).submit()
+    more = AutoTokenizer.from_pretrained(tiny)
+    more.add_tokens(["z"])  # a critic may have further tokens
+    more.save_pretrained(tmp_path)
+    rollout = RolloutSettings(max_tokens=8)
+    make(tiny, algorithm=PPO(), rewards=[is_a], critic=critic, data=ROWS, rollout=rollout).check()
+    for path in tmp_path.glob("tokenizer*"):
+        path.unlink()
+    make(tiny, algorithm=PPO(), rewards=[is_a], critic=critic, data=ROWS, rollout=rollout).check()  # weights alone
 
 
 def test_the_roles_of_a_job_are_those_that_the_algorithm_uses(tiny: Path) -> None:

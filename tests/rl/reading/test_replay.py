@@ -37,7 +37,7 @@ def replayed(run_dir: Path, step: int) -> Replayed:
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model with dropout: its random numbers must be the same ones too."""
+    """A model whose configuration has dropout, which steps on samples leave out."""
     return make_model(tmp_path_factory.mktemp("model"))
 
 

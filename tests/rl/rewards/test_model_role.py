@@ -78,6 +78,9 @@ def test_a_configuration_names_reward_models_and_mixtures(policy: Path, scorer: 
     assert run.rewards[0] == RewardModel(str(scorer), weight=0.5, members=2)
     assert [one.name for one in run.scored] == ["reward_model", "code"]
     assert len(run.dataset(run.tokenizer())) == round(len(ROWS) / 3) + len(ROWS)
+    # A validation takes all prompts of all files, as `rlmesh evaluate` does: weights are for training.
+    held_out = run.dataset(run.tokenizer(), run.data)
+    assert len(held_out) == 2 * len(ROWS) == len({held_out[place].index for place in range(len(held_out))})
     with pytest.raises(UsageError, match=r"rewards\[0\]\.wieght.*did you mean rewards\[0\]\.weight"):
         Run.from_config(config | {"rewards": [{"model": str(scorer), "wieght": 1}]})
 

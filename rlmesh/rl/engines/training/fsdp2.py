@@ -21,7 +21,7 @@ class FSDP2Engine(TorchEngine):
     """Parameters are sharded layer by layer, and gathered only while their layer computes.
 
     With precision "bfloat16" shards are float32, gathered parameters and computations are bfloat16, and gradients are
-    summed in float32.
+    summed in float32. A module with an attribute ``full_precision`` that is True computes in float32.
 
     Args:
         model: a plain model, with its weights.
@@ -44,6 +44,8 @@ class FSDP2Engine(TorchEngine):
         policy = MixedPrecisionPolicy()
         if self.options.precision == "bfloat16":
             policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        for module in [one for one in model.modules() if getattr(one, "full_precision", False)]:
+            fully_shard(module, mesh=mesh)
         for layer in layers_of(model) if self._layers is None else self._layers:
             fully_shard(layer, mesh=mesh, mp_policy=policy)
         # Parameters outside of layers are resharded after each pass too: parameters() are shards between passes.

@@ -7,9 +7,9 @@ without an error.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -21,7 +21,7 @@ from rlmesh.rl.types import Episode, Turn
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["can_probe", "probe_fault", "static_fault", "window_of"]
+__all__ = ["Probe", "can_probe", "probe_fault", "rescaled_beyond", "static_fault", "window_of"]
 
 LENGTHS = ((5, (6, 4)), (3, (5,)))
 """Tokens of the prompts of the probe, and of the responses to each."""
@@ -34,6 +34,23 @@ def window_of(config: Any) -> int | None:
     window = getattr(config, "sliding_window", None)
     slides = getattr(config, "use_sliding_window", True) and not getattr(config, "layer_types", None)
     return window if slides and isinstance(window, int) and window > 0 else None
+
+
+def rescaled_beyond(config: Any) -> int | None:
+    """The number of tokens beyond which the model rescales the positions of a whole pass (dynamic NTK, LongRoPE), so
+    that a long episode changes the numbers of the short ones in its pack; None: it rescales none."""
+    given = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    # Some models have parameters for each kind of layer.
+    each = [one for one in given.values() if isinstance(one, Mapping)] or [given]
+    limits = []
+    for one in each:
+        kind = str(one.get("rope_type", one.get("type", "")))
+        if "dynamic" in kind:
+            limits.append(getattr(config, "max_position_embeddings", None))
+        elif kind == "longrope":
+            own = one.get("original_max_position_embeddings")
+            limits.append(own or getattr(config, "original_max_position_embeddings", None))
+    return min((one for one in limits if isinstance(one, int)), default=None)
 
 
 def static_fault(config: Any) -> str | None:
@@ -59,40 +76,74 @@ def can_probe(model: nn.Module) -> bool:
     )
 
 
-def probe_fault(causal: Any, hidden_of: Callable[[Any, Pack], Tensor]) -> str | None:
+class Probe(NamedTuple):
+    """A few episodes, and the results of a model for each of them alone.
+
+    Attributes:
+        layers: the model without its head.
+        whole: the episodes as one pack.
+        right: ``[targets, width]``, the hidden states from which the targets of the pack are predicted.
+        ids: ``[1, tokens]``, the first episode.
+        first: ``[tokens, width]``, its hidden states.
+    """
+
+    layers: Any
+    whole: Pack
+    right: Tensor
+    ids: Tensor
+    first: Tensor
+
+    @classmethod
+    def of(cls, causal: Any) -> Probe | None:
+        """Compute the episodes alone, with the attention that the model has now; None: the model has no layers that are
+        known.
+
+        Args:
+            causal: a model of transformers, or a value model.
+        """
+        head = _head_of(causal)
+        layers = causal.base_model if head is not None else getattr(causal, "backbone", None)
+        if layers is None:
+            return None
+        episodes, groups = _episodes(layers)
+        whole = pack(episodes, groups=groups, token_budget=1000).by_rank[0][0]
+        device = next(causal.parameters()).device
+        rows = [_row(one, device) for one in episodes]
+        with _evaluating(causal), torch.no_grad():
+            alone = [
+                layers(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False).last_hidden_state[0]
+                for ids in rows
+            ]
+        right = torch.stack([alone[row][place - 1] for row, place in zip(whole.rows, whole.places, strict=True)])
+        return cls(layers, whole, right, rows[0], alone[0])
+
+
+def probe_fault(causal: Any, probe: Probe, hidden_of: Callable[[Any, Pack], Tensor]) -> str | None:
     """The difference between a small pack and its episodes alone, in words; None: there is none.
 
     Args:
-        causal: a model of transformers, or a value model; prepared for packs.
+        causal: the model of the probe, prepared for packs since.
+        probe: its results with its own attention.
         hidden_of: function from the layers without head, and a pack, to the pack's last hidden states.
     """
-    head = causal.get_output_embeddings() if hasattr(causal, "get_output_embeddings") else None
-    layers = causal.base_model if head is not None else getattr(causal, "backbone", None)
-    if layers is None:
-        return None
-    episodes, groups = _episodes(layers)
-    whole = pack(episodes, groups=groups, token_budget=1000).by_rank[0][0]
-    device = next(causal.parameters()).device
+    head = _head_of(causal)
     with _evaluating(causal), torch.no_grad():
-        alone = [
-            layers(input_ids=(ids := _row(one, device)), attention_mask=torch.ones_like(ids), use_cache=False)
-            .last_hidden_state[0]
-            for one in episodes
-        ]  # fmt: skip
-        right = torch.stack([alone[row][place - 1] for row, place in zip(whole.rows, whole.places, strict=True)])
         try:
-            found = hidden_of(layers, whole)[torch.from_numpy(whole.sources).to(device)]
+            found = hidden_of(probe.layers, probe.whole)[torch.from_numpy(probe.whole.sources).to(probe.ids.device)]
         except Exception as error:  # raised by the model's own layers
             return f"its layers fail on a pack: {type(error).__name__}: {error}"
-        if not _same(found, right):
+        if not _same(found, probe.right):
             return "its layers give other results on a pack than on each response alone"
         if head is None:
             return None
-        ids = _row(episodes[0], device)
-        logits = causal(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False).logits[0]
-        if not _same(head(alone[0]), logits):
+        logits = causal(input_ids=probe.ids, attention_mask=torch.ones_like(probe.ids), use_cache=False).logits[0]
+        if not _same(head(probe.first), logits):
             return "its logits are not the output of its head: they are scaled or changed otherwise"
     return None
+
+
+def _head_of(causal: Any) -> Any:
+    return causal.get_output_embeddings() if hasattr(causal, "get_output_embeddings") else None
 
 
 def _episodes(layers: Any) -> tuple[list[Episode], list[int]]:

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from rlmesh.errors import UsageError
 from rlmesh.rl.engines.lora import base_model_of
-from rlmesh.rl.engines.training.pack_check import can_probe, probe_fault, static_fault
+from rlmesh.rl.engines.training.pack_check import Probe, can_probe, probe_fault, rescaled_beyond, static_fault
 from rlmesh.rl.head import TokenTerms, chunked_log_probs
 from rlmesh.rl.packing import Pack, Segment
 from rlmesh.rl.packing import pack as build_packs
@@ -156,11 +156,13 @@ def _require_equal(causal: Any, change: Callable[[str], object]) -> None:
         UsageError: they do not; the model has its earlier attention again.
     """
     before = causal.config._attn_implementation
+    # Rows alone are computed by the model's own attention, which may have more than masks and a softmax.
+    probe = None if getattr(causal, CHECKED, False) or not can_probe(causal) else Probe.of(causal)
     change(NAME)
-    if getattr(causal, CHECKED, False) or not can_probe(causal):
+    if probe is None:
         return
     device = next(causal.parameters()).device
-    if fault := probe_fault(causal, lambda layers, whole: packed_hidden(layers, PackedInputs(whole, device))):
+    if fault := probe_fault(causal, probe, lambda layers, whole: packed_hidden(layers, PackedInputs(whole, device))):
         change(before)
         raise UsageError(
             f"{type(causal).__name__} cannot compute packs: {fault}. Train it with padded batches, or another model"
@@ -173,7 +175,16 @@ def packed_hidden(model: nn.Module, inputs: PackedInputs) -> Tensor:
 
     Args:
         model: the backbone of a prepared model, without its head.
+
+    Raises:
+        UsageError: an episode is longer than the model's positions are before they are rescaled.
     """
+    limit = rescaled_beyond(getattr(model, "config", None))
+    if limit is not None and inputs.layout.longest_keys > limit:
+        raise UsageError(
+            f"an episode has {inputs.layout.longest_keys} tokens, and beyond {limit} the model rescales the positions "
+            "of a whole pass, which packs do not support yet: let prompt and response together have at most as many"
+        )
     output: Any = model(
         input_ids=inputs.ids.unsqueeze(0),
         position_ids=inputs.positions.unsqueeze(0),
