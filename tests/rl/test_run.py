@@ -28,8 +28,6 @@ from rlmesh.rl.trainers.settings import (
     apply_overrides,
 )
 from tests.rl import run_job
-from tests.rl.checkpoints.runs import make_model as with_dropout
-from tests.rl.checkpoints.runs import metrics_of
 from tests.rl.run_job import ROWS, is_a
 from tests.rl.tiny import TEMPLATE, make_tokenizer
 
@@ -478,9 +476,11 @@ def test_a_run_in_one_process_gives_the_numbers_of_the_job(
 @pytest.mark.parametrize("algorithm", [PPO(samples=2, kl=0.1), DPO()], ids=["ppo", "dpo"])
 def test_equal_policies_have_the_ratio_1_also_if_the_model_has_dropout(tmp_path: Path, algorithm: Algorithm) -> None:
     """Nothing is learnt, so every pass of the step must compute the same policy."""
+    from tests.rl.checkpoints.runs import make_model, metrics_of  # they import torch, which a test here goes without
+
     rows = [{**row, "chosen": "a", "rejected": "bc"} for row in ROWS]
     run = Run(
-        model=str(with_dropout(tmp_path / "model")), data=rows, rewards=[is_a] if algorithm.rewarded else [],
+        model=str(make_model(tmp_path / "model")), data=rows, rewards=[is_a] if algorithm.rewarded else [],
         algorithm=algorithm, batch_size=8, steps=1, actor=ActorSettings(lr=0.0), critic=CriticSettings(lr=0.0),
         rollout=RolloutSettings(max_tokens=4),
     )  # fmt: skip
