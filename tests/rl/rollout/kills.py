@@ -31,6 +31,9 @@ TARGETS = ("TRAINER", "ACTOR", "ROLLOUT")
 MARK = "RLMESH_KILLS"
 LATEST_S = 1.2
 """A kill comes up to this long after the run has made a step since the last kill."""
+APART = 4
+"""Steps between two kills of engines: then the first one's prompts are trained, with a staleness of 2. A prompt whose
+engines die twice in a row, the second one with nothing else to sample, is set aside as it should be."""
 STALLS_S = 60.0
 """A run that makes no step for so long has failed."""
 WAYS = (("sync", 1), ("sync", 2), ("async(staleness=2)", 1), ("async(staleness=2)", 2), ("one-step-off", 2))
@@ -111,7 +114,7 @@ def attempt(folder: Path, model: Path, pipeline: str, engines: int, kills: int, 
     """Carry out one training, and judge it."""
     source = random.Random(f"{seed} {pipeline} {engines}")
     killed: Counter[str] = Counter()
-    run_dir, wrong = folder / "run", list[str]()
+    run_dir, wrong, engines_from = folder / "run", list[str](), 0
     with training(folder, model, pipeline, engines, steps) as process:
         seen, moved = -1, time.monotonic()
         while process.poll() is None:
@@ -126,7 +129,7 @@ def attempt(folder: Path, model: Path, pipeline: str, engines: int, kills: int, 
                     )
                     while time.monotonic() < due and Progress.read(run_dir).step < most:
                         time.sleep(0.01)
-                    role = source.choice(TARGETS)
+                    role = source.choice(TARGETS if step >= engines_from else TARGETS[:2])
                     living = members(folder.name, (role,))
                     if living and process.poll() is None:
                         try:
@@ -134,6 +137,8 @@ def attempt(folder: Path, model: Path, pipeline: str, engines: int, kills: int, 
                         except ProcessLookupError:
                             continue
                         killed[role] += 1
+                        if role == "ROLLOUT":
+                            engines_from = Progress.read(run_dir).step + APART
             if time.monotonic() - moved > STALLS_S:
                 wrong.append(f"no step for {STALLS_S:g} s after step {step}")
                 break
