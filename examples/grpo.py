@@ -16,7 +16,7 @@ def spelled(response, ground_truth):
 
 
 if __name__ == "__main__":
-    folder, *words = sys.argv[1:]
+    folder, *words = sys.argv[1:] or ["tiny"]
     run = Run.from_args(
         words, model=folder, data=f"{folder}/train.jsonl", validation=f"{folder}/validation.jsonl", rewards=[spelled],
         algorithm=GRPO(samples=8), steps=190, batch_size=128,

@@ -38,5 +38,5 @@ def make(folder, words=()):
 
 
 if __name__ == "__main__":
-    folder, *words = sys.argv[1:]
+    folder, *words = sys.argv[1:] or ["small"]
     print("games won:", make(folder, words).submit("sticks").metrics["reward_mean"])
