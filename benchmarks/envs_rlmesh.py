@@ -62,6 +62,7 @@ ZOO: dict[str, Any] = {
 RLLIB: dict[str, Any] = {
     "train_batch_size": 4000, "minibatch_size": 128, "num_epochs": 30, "lr": 5e-5, "lambda_": 1.0, "clip_param": 0.3,
     "vf_loss_coeff": 1.0, "vf_clip_param": 10.0, "kl_coeff": 0.2, "grad_clip": None, "adam_epsilon": 1e-8,
+    "standardize_advantages": "batch",
 }  # fmt: skip
 """RLlib's defaults for PPO."""
 CLEANRL: dict[str, Any] = {

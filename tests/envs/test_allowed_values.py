@@ -47,7 +47,7 @@ REFUSED: Any = [
      "entropy_coeff: a number between 0 and 1000000, or points"),
     (PPOConfig, "gamma", [1.5, -1, NAN, True], "gamma: a number between 0 and 1, not"),
     (PPOConfig, "lambda_", [2, NAN], "lambda_: a number between 0 and 1, not"),
-    (PPOConfig, "standardize_advantages", ["no", 0], "standardize_advantages: True or False, not"),
+    (PPOConfig, "standardize_advantages", ["no", 0], "standardize_advantages: True, False or 'batch', not"),
     (PPOConfig, "vf_clip_param", [0, NAN], "vf_clip_param: a number above 0, or None, not"),
     (PPOConfig, "vf_loss_coeff", [NAN, INF, -1], "vf_loss_coeff: a number between 0 and 1000000, not"),
     (PPOConfig, "grad_clip", [0, NAN, "1"], "grad_clip: a number above 0, or None, not"),

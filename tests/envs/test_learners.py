@@ -115,6 +115,25 @@ PPO = {
 }  # fmt: skip
 
 
+def test_advantages_are_standardized_over_the_whole_batch() -> None:
+    found = []
+    for setting in ("batch", False, True):
+        torch.manual_seed(3)
+        settings = {**PPO, "standardize_advantages": setting, "num_epochs": 2, "minibatch_size": 50, "seed": 1}
+        learner = PPOLearner(ActorCriticModule(BOX, TWO), settings)
+        batch = ppo_batch(200, 0)
+        batch["advantages"] = 5 + 3 * batch["advantages"]
+        given = batch["advantages"].copy()
+        if setting is False:
+            batch["advantages"] = (given - given.mean()) / given.std(ddof=1)
+        learner.update(batch)
+        if setting == "batch":
+            assert np.array_equal(batch["advantages"], given)
+        found.append(torch.cat([p.detach().flatten() for p in learner.module.parameters()]))
+    assert torch.allclose(found[0], found[1], rtol=0, atol=1e-6)
+    assert not torch.allclose(found[0], found[2], rtol=0, atol=1e-5)
+
+
 def test_parameter_groups_keep_the_ratio_of_their_rates() -> None:
     def made() -> TwoRates:
         return TwoRates(ActorCriticModule(BOX, TWO), {**PPO, "lr": [[0, 0.02], [40, 0.0]], "seed": 1})

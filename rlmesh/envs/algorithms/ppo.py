@@ -17,6 +17,7 @@ __all__ = ["PPO", "PPOConfig"]
 
 CLIP = schedule(number(0, 1, above=True), number(0, 1))
 """Half the width of the interval around ratio 1, which a schedule may bring down to 0."""
+STANDARDIZED = Allowed("True, False or 'batch'", lambda value: isinstance(value, bool) or value == "batch")
 KL: dict[str, Allowed] = {"kl_coeff": WEIGHT, "kl_target": number(0, 100, above=True)}
 """With a target of 0, which no update reaches, the coefficient would grow without end."""
 
@@ -32,7 +33,8 @@ class PPOConfig(AlgorithmConfig):
     ``entropy_coeff``          weight of the entropy; a number or a schedule
     ``kl_coeff``               weight of the divergence from the sampling policy at the start; 0: none
     ``kl_target``              divergence that ``kl_coeff`` is adapted to
-    ``standardize_advantages`` advantages of each minibatch get mean 0 and standard deviation 1
+    ``standardize_advantages`` advantages get mean 0 and standard deviation 1: True: in each minibatch, as in
+                               Stable-Baselines3; ``"batch"``: in the whole batch, as in RLlib; False: they stay
     =========================  =======================================================================
     """
 
@@ -43,6 +45,7 @@ class PPOConfig(AlgorithmConfig):
     }  # fmt: skip
     allowed: ClassVar = {
         **ACTOR_CRITIC, **KL, "clip_param": CLIP, "vf_clip_param": optional(number(0, above=True, endless=True)),
+        "standardize_advantages": STANDARDIZED,
     }  # fmt: skip
     changed_defaults: ClassVar = {
         "lr": 1e-3, "num_epochs": 10, "minibatch_size": 256, "num_envs_per_env_runner": 8,

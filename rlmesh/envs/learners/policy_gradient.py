@@ -7,7 +7,8 @@ from typing import Any, ClassVar
 import torch
 
 from rlmesh.envs.batches import columns
-from rlmesh.envs.learners.learner import Learner
+from rlmesh.envs.batches.sample_batch import SampleBatch
+from rlmesh.envs.learners.learner import Learner, writable
 from rlmesh.envs.learners.partners import ALONE, Partners
 from rlmesh.envs.learners.schedule import scheduled
 
@@ -55,6 +56,12 @@ class PPOLearner(Learner):
         super().__init__(module, config)
         self.kl_coeff = float(self.config["kl_coeff"])
         self.before_update()
+
+    def tensors_of(self, batch: SampleBatch, *, may_be_empty: bool = False) -> dict[str, torch.Tensor]:
+        if self.config["standardize_advantages"] == "batch" and columns.ADVANTAGES in batch:
+            given = torch.from_numpy(writable(batch[columns.ADVANTAGES]))
+            batch = SampleBatch({**batch, columns.ADVANTAGES: standardized(given, self.partners).numpy()})
+        return super().tensors_of(batch, may_be_empty=may_be_empty)
 
     def before_update(self) -> None:
         self.clip = scheduled(self.config["clip_param"], self.steps)
@@ -112,4 +119,4 @@ def standardized(advantages: torch.Tensor, partners: Partners = ALONE) -> torch.
 
 def _advantages(batch: dict[str, torch.Tensor], learner: Learner) -> torch.Tensor:
     found = batch[columns.ADVANTAGES]
-    return standardized(found, learner.partners) if learner.config["standardize_advantages"] else found
+    return standardized(found, learner.partners) if learner.config["standardize_advantages"] is True else found
