@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     StrPath = str | os.PathLike[str]
 
 __all__ = [
-    "SHARE_WITH_GROUP", "UnsafeFile", "append_to", "check_folder", "files_in", "group_number", "hold", "log_to",
-    "make_folder", "make_private", "open_file", "read", "refuse_odd", "share_with", "write_whole",
+    "SHARE_WITH_GROUP", "UnsafeFile", "append_to", "check_folder", "cut_torn_line", "files_in", "group_number", "hold",
+    "log_to", "make_folder", "make_private", "open_file", "read", "refuse_odd", "share_with", "write_whole",
 ]  # fmt: skip
 
 SHARE_WITH_GROUP = "RLMESH_SHARE_WITH_GROUP"
@@ -36,6 +36,8 @@ FOLDER, FILE = 0o700, 0o600
 SHARED_FOLDER, SHARED_FILE = 0o2750, 0o640
 OTHERS_WRITE = 0o022
 """Mode bits by which users besides the owner can replace files."""
+_TORN_BLOCK_BYTES = 1 << 16
+"""How much is read at once to find the end of the last whole line."""
 
 
 class UnsafeFile(PermissionError):
@@ -275,13 +277,32 @@ def _set_mode(fd: int, mode: int) -> None:
 
 
 def append_to(path: StrPath) -> int:
-    """Open a file of the run for appending, and make the file and its folders if necessary; returns the descriptor.
+    """Open a file of the run for appending, and make the file and its folders if necessary; returns the descriptor,
+    which can be read, too.
 
     Raises:
         UnsafeFile, OSError: as `open_file`.
     """
     make_folder(os.path.dirname(os.fspath(path)) or ".")
-    return open_file(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+    return open_file(path, os.O_RDWR | os.O_APPEND | os.O_CREAT)
+
+
+def cut_torn_line(fd: int) -> None:
+    """Remove what follows the last line break of a file, which a writer that was killed in the middle may have left.
+
+    Args:
+        fd: of a file of lines that is open for reading and writing.
+    """
+    end = size = os.fstat(fd).st_size
+    while end:
+        begin = max(0, end - _TORN_BLOCK_BYTES)
+        found = os.pread(fd, end - begin, begin).rfind(b"\n")
+        if found >= 0:
+            end = begin + found + 1
+            break
+        end = begin
+    if end < size:
+        os.ftruncate(fd, end)
 
 
 def log_to(path: StrPath) -> int:

@@ -15,13 +15,12 @@ from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Any
 
-from rlmesh import private_files
 from rlmesh.agent.protocol import AGENT, CONTROL
 from rlmesh.errors import CallError
 from rlmesh.master import events as ev
 from rlmesh.master.chaos_plan import MASTER, Kill, parse_kill
 from rlmesh.master.context import JobContext, Member
-from rlmesh.observe.files.append_file import AppendFile
+from rlmesh.observe.files.append_file import AppendFile, read_json_lines
 from rlmesh.runtime.runtime import Runtime
 
 __all__ = ["CHAOS_FILE", "Chaos"]
@@ -187,7 +186,4 @@ def _ended_by(action: ev.Action) -> tuple[tuple[str, int], ...]:
 
 
 def _read(path: Path) -> list[dict[str, Any]]:
-    try:
-        return [json.loads(line) for line in private_files.read(path).splitlines()]
-    except (OSError, ValueError):
-        return []
+    return [entry for entry in read_json_lines(path) if isinstance(entry, dict)]

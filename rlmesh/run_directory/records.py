@@ -102,7 +102,11 @@ def remember(run_dir: str | Path) -> None:
         private_files.make_private(path.parent)
         fd = private_files.append_to(path)
         try:
-            os.write(fd, line)  # A single short write is appended atomically.
+            # A single short write is appended atomically. Where a killed writer left half a line, this one begins anew;
+            # other jobs write, too, so that nothing may be cut off.
+            size = os.fstat(fd).st_size
+            torn = size > 0 and os.pread(fd, 1, size - 1) != b"\n"
+            os.write(fd, b"\n" * torn + line)
         finally:
             os.close(fd)
         if path.stat().st_size > 2 * KEPT * 200:

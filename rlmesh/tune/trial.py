@@ -179,10 +179,8 @@ class TrialFiles:
         (self.folder / EVENTS).mkdir(exist_ok=True)
         row = {name: value if math.isfinite(value) else None for name, value in numbers_of(result)}
         with (self.folder / RESULTS).open("ab+") as file:
-            size = file.tell()
-            file.seek(max(0, size - 1))
-            broken = file.read(1) not in (b"", b"\n")  # the line before was cut off
-            file.write(("\n" * broken + json.dumps(row) + "\n").encode())
+            private_files.cut_torn_line(file.fileno())
+            file.write((json.dumps(row) + "\n").encode())
         scalars = {name: float(value) for name, value in row.items() if value is not None and name[:5] != "info/"}
         self._events.add_scalars(scalars, step=int(result["timesteps_total"]), at=clock.epoch())
 

@@ -122,7 +122,7 @@ def test_the_reader_follows_the_file_and_skips_torn_lines(tmp_path: Path) -> Non
     with (tmp_path / METRICS_FILE).open("a") as file:
         file.write('{"at": 1, "role"')
     assert [*reader.read()] == []
-    write(tmp_path, 3)  # a new writer ends the torn line
+    write(tmp_path, 3)  # a new writer removes the torn line
     found = [*reader.read()]
     assert [one.record.step for one in found] == [3]
     assert found[-1].end == (tmp_path / METRICS_FILE).stat().st_size

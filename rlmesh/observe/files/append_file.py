@@ -17,14 +17,20 @@ TIMELINE_FOLDER = "timeline"
 
 
 class AppendFile:
-    """Appends to ``path``, which is created with its directories at the first append.
+    """Appends to ``path``, which is created with its directories at the first append. It has one writer at a time.
 
     Each append is one ``write`` without a buffer in the process, so that the data survives any death of the writer.
-    When the disk fills up in the middle of an append, the file is cut back to its size before.
+    When the disk fills up in the middle of an append, the file is cut back to its size before. When a writer is killed
+    in the middle of one, the next writer removes the part of a line that it left.
+
+    Args:
+        path: of the file.
+        lines: whether the file consists of lines; a file of anything else is only appended to.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, lines: bool = True) -> None:
         self.path = path
+        self._has_lines = lines
         self._fd: int | None = None
 
     @property
@@ -39,6 +45,8 @@ class AppendFile:
         """
         if self._fd is None:
             self._fd = private_files.append_to(self.path)
+            if self._has_lines:
+                private_files.cut_torn_line(self._fd)
         written = os.write(self._fd, data)
         if written < len(data):
             os.ftruncate(self._fd, os.fstat(self._fd).st_size - written)

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from rlmesh.job.masking import mask_text
-from rlmesh.observe.files.append_file import AppendFile, ends_torn, read_json_lines
+from rlmesh.observe.files.append_file import AppendFile, read_json_lines
 from rlmesh.observe.views.safe_text import json_text
 
 __all__ = ["EVENTS_FILE", "EventLog", "entry_of", "read_events"]
@@ -44,8 +44,6 @@ class EventLog:
         self.recent.append(entry)
         try:
             line = json_text(entry).encode() + b"\n"
-            if not self._file.is_open and ends_torn(self._file.path):
-                line = b"\n" + line
             self._file.append(line)
         except (OSError, TypeError, ValueError) as error:
             if not self._warned:

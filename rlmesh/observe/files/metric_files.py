@@ -11,7 +11,7 @@ One JSON object per line and per report::
 knows which of them are stored. Each process of a member is a sender; if a step was repeated after a restart, the
 reports of the newest sender count. Metrics have all their digits, and integers stay integers. Values
 that JSON lacks are the strings ``"nan"``, ``"inf"``, ``"-inf"``. Times of calls are rounded to nanoseconds.
-Lines are written whole; readers skip a line torn by a dying machine.
+A line that a killed master left half-written is removed by the next one; readers skip it until then.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from typing import Any
 
 from rlmesh import private_files
 from rlmesh.job.status import CallStats, MetricRecord
-from rlmesh.observe.files.append_file import AppendFile, ends_torn, read_json_lines
+from rlmesh.observe.files.append_file import AppendFile, read_json_lines
 from rlmesh.observe.files.repeated_steps import current_reports
 from rlmesh.observe.files.tensorboard import EventFile
 from rlmesh.observe.views.safe_text import json_text
@@ -65,8 +65,6 @@ class MetricsWriter:
         """Append one report; on an error count it in ``lost`` and go on."""
         try:
             line = _encode(record)
-            if not self._lines.is_open and ends_torn(self._lines.path):
-                line = b"\n" + line
             replays = self._may_replay(record)
             self._lines.append(line)
             if replays is not None:

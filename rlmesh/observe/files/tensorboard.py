@@ -80,7 +80,7 @@ class EventFile:
         found = [_NAME.match(path.name) for path in self._directory.glob("events.out.tfevents.*")]
         at_s = max([int(time.time()), *(int(one[1]) + 1 for one in found if one)])
         name = f"events.out.tfevents.{at_s:010d}.{socket.gethostname()}.{os.getpid()}.rlmesh"
-        file = AppendFile(self._directory / name)
+        file = AppendFile(self._directory / name, lines=False)
         try:
             file.append(_frame(_event(at, _field(3, _BYTES, b"brain.Event:1"))))
         except OSError:

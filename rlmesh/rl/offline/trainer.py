@@ -56,7 +56,7 @@ class OfflineTrainer(Trainer):
         self, packs: dict[str, list[Packs]], batch: Evaluated, weights: TokenWeights,
         meanwhile: Callable[[], Mapping[str, float]] = dict,
     ) -> dict[str, float]:  # fmt: skip
-        # The loss of pairs has no ratio. Dropout would make one between the pass before the step and the step's own.
+        # The loss of pairs has no ratio: without old log-probabilities the step's own take their place, and it is 1.
         own = replace(batch, log_probs=None) if self.algorithm.responses == "pairs" else batch
         return super().train(packs, own, weights, meanwhile)
 

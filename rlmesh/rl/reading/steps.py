@@ -76,8 +76,8 @@ def _reports(run_dir: Path) -> Iterator[StepReported]:
         raise UsageError(f"{run_dir} has no {METRICS}, so it is no directory of a run") from None
     except OSError as error:
         raise UsageError(f"{path} is not read: {error}") from error
-    for line in text.decode().splitlines():
-        if _MARK not in line:
+    for line in text.splitlines():
+        if _MARK.encode() not in line:
             continue
         try:
             entry = json.loads(line)

@@ -225,9 +225,9 @@ class MetricsLink:
             "at": record.at, "role": record.role, "rank": record.rank, "step": record.step,
             "metrics": dict(record.metrics), "sender": self._sender, "number": self._count,
         }  # fmt: skip
-        with self._file.open("ab+") as file:
-            torn = file.seek(0, os.SEEK_END) and file.seek(-1, os.SEEK_END) >= 0 and file.read(1) != b"\n"
-            file.write(b"\n" * torn + json.dumps(line).encode() + b"\n")
+        with os.fdopen(private_files.append_to(self._file), "ab") as file:
+            private_files.cut_torn_line(file.fileno())
+            file.write(json.dumps(line).encode() + b"\n")
         logger.info("step %d: %s", record.step, dict(record.metrics))
 
     def alarm(self, alarm: Alarm) -> None:

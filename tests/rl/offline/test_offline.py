@@ -188,8 +188,8 @@ def values(reports: list[dict[str, float]], name: str) -> list[float]:
 
 
 @pytest.mark.slow
-def test_pairs_are_trained_without_a_ratio_also_with_dropout(tmp_path: Path) -> None:
-    """A ratio between passes with other dropout would be clipped, and the gradient would not be that of the loss."""
+def test_pairs_are_trained_without_a_ratio_also_if_the_model_has_dropout(tmp_path: Path) -> None:
+    """A ratio between two passes that differ would be clipped, and the gradient would not be that of the loss."""
     run = make(make_model(tmp_path / "model"), actor=ActorSettings(lr=1e-3))
     _, reports = learned(run, tmp_path / "run")
     assert values(reports, "ratio_mean") == [1.0, 1.0] and values(reports, "clip_fraction") == [0.0, 0.0]
