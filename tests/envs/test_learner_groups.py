@@ -68,8 +68,10 @@ class ThreadPartners(Partners):
 def settings_of(kind: str) -> AlgorithmConfig:
     config: AlgorithmConfig
     kind, _, memory = kind.partition("-")
+    whole, memory = memory == "batch", memory if memory != "batch" else ""
     if kind == "PPO":
         config = PPOConfig().training(train_batch_size=96, minibatch_size=20, num_epochs=3, kl_coeff=0.2, lr=3e-3)
+        config = config.training(standardize_advantages="batch" if whole else True)
     else:
         config = IMPALAConfig().training(train_batch_size=96, num_epochs=3, lr=3e-3).env_runners(num_env_runners=0)
     model = {"module_class": Exact, "model_config": MODELS[memory]} if memory else {"module_class": Doubled}
@@ -117,7 +119,7 @@ def together(learners: list[Learner], shares: list[tuple[SampleBatch, LearnerSha
     return results
 
 
-@pytest.mark.parametrize("kind", ["PPO", "IMPALA", "PPO-lstm", "PPO-attention", "IMPALA-lstm"])
+@pytest.mark.parametrize("kind", ["PPO", "PPO-batch", "IMPALA", "PPO-lstm", "PPO-attention", "IMPALA-lstm"])
 @pytest.mark.parametrize("bounds", [(0, 48, 96), (0, 10, 96), (0, 30, 31, 96), (0, 0, 96)])
 def test_uneven_shares_give_the_gradients_of_the_whole_batch(kind: str, bounds: tuple[int, ...]) -> None:
     config = settings_of(kind)
