@@ -71,6 +71,15 @@ def test_overrides_come_last_and_make_sections() -> None:
     assert (run.rollout.engine, run.rollout.max_tokens) == ("vllm", 5)
 
 
+@pytest.mark.parametrize(
+    "algorithm", [GRPO(samples=2, loss="cispo", overlong=(64, 16)), PPO(lam=0.9)], ids=["grpo", "ppo"]
+)
+def test_overrides_change_an_algorithm_that_was_given_whole(algorithm: Any) -> None:
+    run = Run.from_config({**GOOD, "algorithm": algorithm}, ["algorithm.clip_high=0.3", "actor.lr=1e-3"])
+    assert run.algorithm == replace(algorithm, clip_high=0.3) and run.algorithm.policy_loss == algorithm.policy_loss
+    assert run.actor.lr == 1e-3
+
+
 @dataclass
 class Sampling:
     max_tokens: int = 9

@@ -75,7 +75,7 @@ def as_mapping(config: Any, *, missing_ok: bool = False) -> dict[str, Any]:
             except OmegaConfBaseException as error:
                 raise UsageError(f"the configuration has a value that OmegaConf cannot give: {error}") from error
     if dataclasses.is_dataclass(config) and not isinstance(config, type):
-        return {one.name: getattr(config, one.name) for one in dataclasses.fields(config)}
+        return {one.name: getattr(config, one.name) for one in dataclasses.fields(config) if one.init}
     if not isinstance(config, Mapping):
         raise UsageError(f"a configuration is a mapping, an OmegaConf or a dataclass, got {type(config).__name__}")
     return {str(key): value for key, value in config.items()}
