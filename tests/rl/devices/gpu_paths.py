@@ -29,6 +29,7 @@ from rlmesh.rl.roles.actor import ActorRole
 from rlmesh.rl.roles.critic import CriticRole
 from rlmesh.rl.roles.device_turns import DeviceTurns
 from rlmesh.rl.roles.reference import FrozenPolicy
+from rlmesh.rl.roles.reward import ModelScorer
 from rlmesh.rl.roles.trained import TRAINING, Share, _on
 from rlmesh.rl.roles.value_head import ValueModel
 from rlmesh.rl.trainers.batches import shares_of
@@ -188,6 +189,19 @@ def test_a_head_in_float32_takes_hidden_states_in_bfloat16(share: Share, transfe
     found = {(of_head, one.device.type, one.dtype) for of_head, one in gradients if one is not None}
     assert found == {(False, "cuda", torch.bfloat16), (True, "cuda", torch.float32)}
     assert transfers.names == []
+
+
+def test_a_reward_model_gives_its_rewards_in_one_transfer(transfers: Transfers) -> None:
+    from transformers import AutoModelForSequenceClassification
+
+    config = model_of("qwen2").config
+    config.num_labels, config.pad_token_id = 1, 0
+    with GPU:
+        model = AutoModelForSequenceClassification.from_config(config, dtype=torch.bfloat16)
+    scorer = ModelScorer.__new__(ModelScorer)
+    scorer.model, scorer.device, scorer.config, scorer.label = model, GPU, config, None
+    assert len(scorer._forward([[1, 2, 3], [4]])) == 2
+    assert transfers.names == ["tolist"]
 
 
 @pytest.mark.parametrize("name", ["float32", "bfloat16"])
