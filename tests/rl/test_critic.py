@@ -18,6 +18,7 @@ from rlmesh.errors import UsageError
 from rlmesh.rl import reference
 from rlmesh.rl.algorithms import PPO, Evaluated
 from rlmesh.rl.components import Columns, value_share
+from rlmesh.rl.engines.lora import LoraOptions
 from rlmesh.rl.engines.training.ddp import DDPEngine
 from rlmesh.rl.engines.training.forward import response_values
 from rlmesh.rl.engines.training.fsdp2 import FSDP2Engine
@@ -240,29 +241,39 @@ def test_a_critic_of_another_kind_names_its_head(tmp_path: Path, monkeypatch: py
         value_model(str(tmp_path))
 
 
-def sharded_values() -> torch.Tensor:
-    """The values of a critic that FSDP2 computes in bfloat16, in a process group of this process."""
+def values_in_bfloat16(kind: str, adapter: bool) -> list[float]:
+    """The values of a critic that an engine computes in bfloat16, in a process group of this process."""
     dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
-    engine = FSDP2Engine(critic().float(), TrainingOptions(precision="bfloat16"))
+    lora = LoraOptions(rank=4) if adapter else None
+    build: Any = FSDP2Engine if kind == "fsdp2" else DDPEngine
+    engine = build(critic().float(), TrainingOptions(precision="bfloat16", lora=lora))
+    if adapter:  # a new adapter adds 0; a new critic has a head of 0, so that all comes from the adapter
+        weights = dict(engine.plain.named_parameters())
+        local: list[Any] = [
+            getattr(weight, "_local_tensor", weight) for name, weight in weights.items() if "head" in name
+        ]
+        assert len(local) == 4
+        with torch.no_grad():
+            for weight, value in zip(local, (0.0, 0.0, 0.3, 0.7), strict=True):
+                weight.fill_(value)
     (values,) = engine.packed_values(pack(DRAWN.episodes, token_budget=1000).by_rank[0])
     engine.close()
     dist.destroy_process_group()
-    return values
-
-
-def test_values_of_a_sharded_critic_in_bfloat16_are_not_rounded_to_it() -> None:
-    """In a process of its own, since torch keeps descriptors of a process group."""
-    with ProcessPoolExecutor(1, get_context("spawn")) as pool:
-        values = torch.tensor(pool.submit(sharded_values_as_list).result())
-    assert (values != values.bfloat16().float()).float().mean() > 0.5
-    assert ValueHead(4).bfloat16()(torch.ones(1, 4)).dtype == torch.float32
-
-
-def sharded_values_as_list() -> list[float]:
-    values = sharded_values()
     assert values.dtype == torch.float32
     found: list[float] = values.tolist()
     return found
+
+
+@pytest.mark.parametrize("adapter", [False, True])
+@pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
+def test_values_of_a_critic_in_bfloat16_are_not_rounded_to_it(kind: str, adapter: bool) -> None:
+    """In a process of its own, since torch keeps descriptors of a process group."""
+    if adapter:
+        pytest.importorskip("peft")
+    with ProcessPoolExecutor(1, get_context("spawn")) as pool:
+        values = torch.tensor(pool.submit(values_in_bfloat16, kind, adapter).result())
+    assert values.any() and (values != values.bfloat16().float()).float().mean() > 0.5
+    assert ValueHead(4).bfloat16()(torch.ones(1, 4)).dtype == torch.float32
 
 
 def test_models_in_training_have_no_dropout_unless_they_imitate_given_responses(tmp_path: Path) -> None:

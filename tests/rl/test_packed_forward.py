@@ -11,10 +11,18 @@ import torch
 from torch import nn
 
 from rlmesh.errors import UsageError
+from rlmesh.rl.engines.training import packed
 from rlmesh.rl.engines.training.activation_checkpointing import checkpoint_activations
 from rlmesh.rl.engines.training.forward import response_log_probs
 from rlmesh.rl.engines.training.pack_check import rescaled_beyond
-from rlmesh.rl.engines.training.packed import PackedInputs, packed_hidden, packed_log_probs, packed_values, prepare
+from rlmesh.rl.engines.training.packed import (
+    CHECKED,
+    PackedInputs,
+    packed_hidden,
+    packed_log_probs,
+    packed_values,
+    prepare,
+)
 from rlmesh.rl.packing import pack
 from tests.rl.episodes import VOCABULARY, Episodes, episodes_of
 
@@ -206,6 +214,40 @@ def test_models_whose_packs_differ_from_rows_alone_are_refused(kind: str, option
             prepare(model)
     assert model.config._attn_implementation == before
     assert model(input_ids=torch.tensor([[3, 4]])).logits.shape == (1, 2, VOCABULARY)  # padded batches still work
+
+
+def test_a_model_whose_own_attention_computes_half_precision_only_is_compared_with_eager_attention() -> None:
+    """As flash attention: the weights of a training are float32, and packs replace the attention anyway."""
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    def half_only(*_: Any, **__: Any) -> Any:
+        raise RuntimeError("FlashAttention only support fp16 and bf16 data type")
+
+    ALL_ATTENTION_FUNCTIONS.register("half_only", half_only)
+    ALL_MASK_ATTENTION_FUNCTIONS.register("half_only", ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
+    for kind, options, fault in (
+        ("llama", {}, None),
+        ("gpt_oss", {"layer_types": ["full_attention"] * 2, "head_dim": 8, "num_local_experts": 4}, "other results"),
+    ):
+        model = of_kind(kind, **options)
+        model.set_attn_implementation("half_only")
+        if fault is None:
+            prepare(model)
+            assert getattr(model, CHECKED)
+            continue
+        with pytest.raises(UsageError, match=fault):
+            prepare(model)
+        assert model.config._attn_implementation == "half_only"
+
+
+def test_a_full_device_is_no_fault_of_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any) -> Any:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(packed, "packed_hidden", full)
+    with pytest.raises(torch.OutOfMemoryError):
+        prepare(of_kind("llama"))
 
 
 def test_the_check_of_packs_leaves_mode_and_generators_as_they_were() -> None:

@@ -96,7 +96,19 @@ def add_adapter(model: nn.Module, options: LoraOptions) -> nn.Module:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(options.seed)
         adapted: nn.Module = get_peft_model(whole, config)
+    _keep_precision(adapted)
     return adapted
+
+
+def _keep_precision(adapted: nn.Module) -> None:
+    """Let the adapter of a layer with full precision have it too: the result is the sum of both."""
+    from rlmesh.rl.head.full_precision import FullPrecisionLinear
+
+    for layer in adapted.modules():
+        if getattr(getattr(layer, "base_layer", None), "full_precision", False):
+            parts: Any = [layer.lora_A, layer.lora_B]
+            for matrix in (one for part in parts for one in part.values()):
+                matrix.__class__ = FullPrecisionLinear
 
 
 def _check_targets(model: nn.Module, targets: str | tuple[str, ...], linear: set[str]) -> None:

@@ -77,7 +77,7 @@ class RewardModel(CheckedKeywords):
         max_tokens: the most tokens of a conversation; a longer one is `Failed`, not cut. 0: the model's own limit.
         token_budget: the most tokens of a forward pass, padding included.
         timeout_s: seconds in which a batch must be scored; responses that are not scored by then are `Failed`.
-        precision: dtype of the model.
+        precision: dtype of the model; its rewards are float32.
         threads: torch's threads in each member; 0: torch's default.
 
     Raises:

@@ -7,9 +7,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 
 from rlmesh import RLJobBuilder, current_worker, rpc
 from rlmesh.errors import UsageError
+from rlmesh.rl.head.full_precision import FullPrecisionLinear
 from rlmesh.rl.rewards.model import Conversation, RewardModel
 from rlmesh.rl.roles.defaults import choose_device, run_settings
 from rlmesh.rl.roles.device_turns import TakesTurns
@@ -71,6 +73,9 @@ class ModelScorer(FrozenModel):
                 f"RewardModel({settings.model!r}): the model's files lack {', '.join(missing)}, and would be random: "
                 "it is no trained reward model"
             )
+        for head in (getattr(model, "score", None), getattr(model, "classifier", None)):
+            if type(head) is nn.Linear:
+                head.__class__ = FullPrecisionLinear  # bfloat16 would round rewards to three digits
         super().__init__(model.to(torch.device(device)).eval())
         self.settings = settings
         self.config: Any = model.config
@@ -138,7 +143,8 @@ class ModelScorer(FrozenModel):
         with torch.no_grad():
             logits = self.model(input_ids=ids, attention_mask=mask).logits.float()
         rewards = logits[:, 0] if self.label is None else logits.softmax(-1)[:, self.label]
-        return [float(value) for value in rewards.cpu()]
+        found: list[float] = rewards.tolist()
+        return found
 
 
 def add_reward_roles(builder: RLJobBuilder, rewards: Iterable[object], resource: Mapping[str, Any]) -> list[str]:

@@ -6,35 +6,26 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from rlmesh.errors import UsageError
 from rlmesh.rl.engines.training.packed import PackedInputs, packed_values
+from rlmesh.rl.head.full_precision import FullPrecisionLinear
 from rlmesh.rl.roles.defaults import load_float32
 
 __all__ = ["ValueHead", "ValueModel", "value_model"]
 
 
-class ValueHead(nn.Linear):
-    """A linear map from hidden states ``[…, width]`` to values ``[…, 1]``, computed in float32 at least.
-
-    A new head is 0, so the first values are 0, on every rank and for every seed. Autocast does not apply, since a lower
+class ValueHead(FullPrecisionLinear):
+    """A linear map from hidden states ``[…, width]`` to values ``[…, 1]``, computed in float32 at least, since a lower
     precision would round values to three digits.
-    """
 
-    full_precision = True
-    """Engines that gather weights in a lower precision gather those of this module as they are."""
+    A new head is 0, so the first values are 0, on every rank and for every seed.
+    """
 
     def __init__(self, width: int) -> None:
         super().__init__(width, 1)
         nn.init.zeros_(self.weight)
         nn.init.zeros_(self.bias)
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        wide = torch.promote_types(self.weight.dtype, torch.float32)
-        bias: Tensor | None = self.bias  # a reward model has none
-        with torch.autocast(hidden.device.type, enabled=False):
-            return functional.linear(hidden.to(wide), self.weight.to(wide), None if bias is None else bias.to(wide))
 
 
 class ValueModel(nn.Module):

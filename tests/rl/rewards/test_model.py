@@ -57,6 +57,18 @@ def test_scores_are_the_models_outputs_in_any_batch(plain: Path) -> None:
     assert values(scorer.score([said("ab>", "a", ended=False)])) != pytest.approx(alone[:1], abs=1e-5)
 
 
+def test_rewards_of_a_model_in_bfloat16_are_not_rounded_to_it(plain: Path) -> None:
+    import torch
+
+    from rlmesh.rl.roles.reward import ModelScorer
+
+    sent = [said("a>", "bcd"[: 1 + number % 3] * (1 + number // 3)) for number in range(9)]
+    scorer = ModelScorer(RewardModel(str(plain), precision="bfloat16"))
+    found = torch.tensor(values(scorer.score(sent)))
+    assert (found != found.bfloat16().float()).float().mean() > 0.5
+    assert {weight.dtype for weight in scorer.model.parameters()} == {torch.bfloat16}
+
+
 def test_a_model_without_padding_scores_row_by_row(tmp_path: Path, plain: Path) -> None:
     import torch
     from transformers import Qwen2ForSequenceClassification

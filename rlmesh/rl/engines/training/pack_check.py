@@ -130,6 +130,8 @@ def probe_fault(causal: Any, probe: Probe, hidden_of: Callable[[Any, Pack], Tens
     with _evaluating(causal), torch.no_grad():
         try:
             found = hidden_of(probe.layers, probe.whole)[torch.from_numpy(probe.whole.sources).to(probe.ids.device)]
+        except torch.OutOfMemoryError:  # says nothing about the model
+            raise
         except Exception as error:  # raised by the model's own layers
             return f"its layers fail on a pack: {type(error).__name__}: {error}"
         if not _same(found, probe.right):

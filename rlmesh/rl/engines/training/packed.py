@@ -156,8 +156,7 @@ def _require_equal(causal: Any, change: Callable[[str], object]) -> None:
         UsageError: they do not; the model has its earlier attention again.
     """
     before = causal.config._attn_implementation
-    # Rows alone are computed by the model's own attention, which may have more than masks and a softmax.
-    probe = None if getattr(causal, CHECKED, False) or not can_probe(causal) else Probe.of(causal)
+    probe = None if getattr(causal, CHECKED, False) or not can_probe(causal) else _rows_alone(causal, change)
     change(NAME)
     if probe is None:
         return
@@ -168,6 +167,16 @@ def _require_equal(causal: Any, change: Callable[[str], object]) -> None:
             f"{type(causal).__name__} cannot compute packs: {fault}. Train it with padded batches, or another model"
         )
     setattr(causal, CHECKED, True)
+
+
+def _rows_alone(causal: Any, change: Callable[[str], object]) -> Probe | None:
+    """The probe by the model's own attention, which may have more than masks and a softmax."""
+    try:
+        return Probe.of(causal)
+    except RuntimeError:
+        # Flash attention does not compute float32, the dtype of weights in training. Every model has eager attention.
+        change("eager")
+        return Probe.of(causal)
 
 
 def packed_hidden(model: nn.Module, inputs: PackedInputs) -> Tensor:
