@@ -38,6 +38,7 @@ def libraries(folder: Path) -> list[str]:
     return [str(made)]
 
 
+@pytest.mark.slow
 def test_what_gpus_run_mixes_no_devices_and_seldom_waits(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     done = subprocess.run(
