@@ -166,6 +166,22 @@ def test_segments_and_sockets_of_another_node_on_this_machine_stay(tmp_path: Pat
         other.unlink()
 
 
+def test_a_draft_of_the_job_file_goes_with_it(tmp_path: Path) -> None:
+    """A driver that is killed while it describes the job leaves one, which may have secrets in it."""
+    from rlmesh.agent.processes import ownership
+
+    folder = tmp_path / "rlm-x"
+    folder.mkdir()
+    job, draft, node = folder / "job", folder / ".job.17-4711", folder / "n1"
+    for path in (job, draft, node):
+        path.touch()
+    ownership.remove_job_file(str(job), str(folder / "n0"))
+    assert job.exists() and draft.exists(), "another node is left"
+    node.unlink()
+    ownership.remove_job_file(str(job), str(folder / "n0"))
+    assert not folder.exists()
+
+
 @pytest.mark.case("a11")
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can make files of another user")
 def test_segments_that_another_user_planted_are_nobodys_leavings(job_id: str) -> None:
