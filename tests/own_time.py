@@ -23,7 +23,7 @@ import subprocess
 import sys
 import time
 from bisect import bisect_left
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate
 from pathlib import Path
 from typing import NamedTuple
@@ -207,6 +207,15 @@ class OwnTime:
         """Seconds of own time since ``began``, a value of ``time.monotonic()`` within this test."""
         now = time.monotonic()
         return now - began - Delays(self._sampler.looks_until(now)).between(began, now)
+
+    def holds_within(self, limit_s: float, condition: Callable[[], bool]) -> bool:
+        """True once a condition holds; False if it does not hold after ``limit_s`` seconds of own time."""
+        began = time.monotonic()
+        while not condition():
+            if self.since(began) >= limit_s:
+                return condition()
+            time.sleep(SAMPLE_S)
+        return True
 
     def of(self, measured_s: float) -> float:
         """Seconds of own time in a duration that another process or thread measured, at some time since this object

@@ -15,6 +15,7 @@ import os
 import subprocess
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -32,6 +33,7 @@ TTL_S = 3600
 """Seconds for which a credential can be decoded; munged's default maximum."""
 STALE_S = 7 * 86400.0
 """An older file is left from a start that ended without removing it."""
+WRITE_TRIES = 5
 _GAVE_UP = b"gave up: "
 _REPLAYED = 17
 """Exit code of unmunge for a credential that another task of the job decoded on this machine before."""
@@ -139,10 +141,16 @@ class SlurmRendezvous:
 
     def _write(self, content: bytes) -> None:
         try:
-            private_files.make_private(self._folder)
-            private_files.make_folder(self._folder, secret=True)
-            self._prune()
-            private_files.write_whole(self.path, content + b"\n", secret=True)
+            for tries_left in reversed(range(WRITE_TRIES)):
+                private_files.make_private(self._folder)
+                private_files.make_folder(self._folder, secret=True)
+                self._prune()
+                try:
+                    private_files.write_whole(self.path, content + b"\n", secret=True)
+                    break
+                except FileNotFoundError:  # another job ended just now and removed the folder, which was empty
+                    if not tries_left:
+                        raise
         except OSError as error:
             raise LaunchError(
                 f"the head cannot say where it listens: {error}. All nodes must be able to use {self._folder}; name "
@@ -152,8 +160,9 @@ class SlurmRendezvous:
     def _prune(self) -> None:
         """Remove files of earlier starts."""
         for path in self._folder.glob("*.head"):
-            if time.time() - path.stat().st_mtime > STALE_S:
-                path.unlink(missing_ok=True)
+            with suppress(FileNotFoundError):  # its job ended just now
+                if time.time() - path.stat().st_mtime > STALE_S:
+                    path.unlink()
 
     def find(self, timeout_s: float) -> ServerAddress:
         """Wait for the file and read it.

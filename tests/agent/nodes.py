@@ -91,7 +91,7 @@ class Master:
             if isinstance(item, MetricRecord):
                 await self._note("report", name, item)
             else:
-                await self._note("exited", name, item, time.time())
+                await self._note("exited", name, item, time.monotonic())
         return first + len(items) - 1
 
     @rpc

@@ -51,6 +51,9 @@ class Fifo:
         os.mkfifo(path)
         self._fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
 
+    def close(self) -> None:
+        os.close(self._fd)
+
     def read_json(self, wait_s: float = HANG_S) -> Any:
         poller = select.poll()
         poller.register(self._fd, select.POLLIN)

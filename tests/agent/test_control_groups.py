@@ -63,7 +63,7 @@ async def test_what_forks_faster_than_one_can_look_is_ended(node: Node) -> None:
     assert len(running) > 1
     os.kill((await member.call("facts"))["pid"], signal.SIGKILL)
     await node.exited()
-    await asyncio.to_thread(wait_until, lambda: list(folder(node).glob("ACTOR-*")) == [], 10.0)
+    await asyncio.to_thread(wait_until, lambda: list(folder(node).glob("ACTOR-*")) == [])
     assert control_groups.members_of(str(folder(node))) == []
     assert (await node.end()).clean and not folder(node).exists()
 
@@ -73,7 +73,7 @@ async def test_the_guardian_ends_the_groups_of_an_agent_that_was_killed(node: No
     member = await node.start("Echo")
     await member.call("flee")
     os.kill(node.info.agent_pid, signal.SIGKILL)
-    await asyncio.to_thread(wait_until, lambda: not folder(node).exists(), 10.0)
+    await asyncio.to_thread(wait_until, lambda: not folder(node).exists())
 
 
 @real

@@ -109,6 +109,41 @@ def test_a_driver_that_is_killed_as_soon_as_it_has_written_leaves_no_folder(tmp_
     assert not (tmp_path / "sockets").exists() and shared_memory(job_id) == []
 
 
+@pytest.mark.parametrize("size_bytes", [100, 200_000], ids=["fits", "does not"])
+def test_a_user_with_too_many_pipes_gets_small_ones(tmp_path: Path, job_id: str, size_bytes: int) -> None:
+    command, line, fifo = guardian_run(tmp_path, job_id, "sys.exit(3)", more="x" * size_bytes)
+    code = (
+        "import fcntl, sys; from rlmesh.agent.processes.guardian import Guardian\n"
+        "def refuse(*args): raise PermissionError(1, 'Operation not permitted')\n"
+        "fcntl.fcntl = refuse\n"
+        "sys.exit(Guardian(sys.argv[1:]).main())\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, *command[len(GUARDIAN) :]], input=line, stdout=subprocess.PIPE, timeout=HANG_S
+    )
+    if size_bytes == 100:
+        assert wait_gone(fifo.read_json().values(), 0) == [] and done.returncode == 3
+    else:
+        assert "does not fit into a pipe: this user has too many" in json.loads(done.stdout)["why"]
+        fifo.close()
+
+
+def test_an_agent_that_cannot_be_forked_is_told(tmp_path: Path, job_id: str) -> None:
+    command, line, fifo = guardian_run(tmp_path, job_id, "sys.exit(3)")
+    code = (
+        "import os, sys; from rlmesh.agent.processes.guardian import Guardian\n"
+        "def refuse(): raise BlockingIOError(11, 'Resource temporarily unavailable')\n"
+        "os.fork = refuse\n"
+        "sys.exit(Guardian(sys.argv[1:]).main())\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, *command[len(GUARDIAN) :]], input=line, stdout=subprocess.PIPE, timeout=HANG_S
+    )
+    assert done.returncode == 1 and not (tmp_path / "sockets").exists()
+    assert "the agent could not be started: BlockingIOError" in json.loads(done.stdout)["why"]
+    fifo.close()
+
+
 def test_end_of_standard_input_ends_the_agent_and_its_code_is_passed_on(tmp_path: Path, job_id: str) -> None:
     guardian, fifo = start_guardian(tmp_path, job_id, WAIT_FOR_DRIVER)
     pids = fifo.read_json()
@@ -164,6 +199,22 @@ def test_segments_and_sockets_of_another_node_on_this_machine_stay(tmp_path: Pat
         assert not tmp_path.exists()
     finally:
         other.unlink()
+
+
+def test_a_draft_of_the_job_file_goes_with_it(tmp_path: Path) -> None:
+    """A driver that is killed while it describes the job leaves one, which may have secrets in it."""
+    from rlmesh.agent.processes import ownership
+
+    folder = tmp_path / "rlm-x"
+    folder.mkdir()
+    job, draft, node = folder / "job", folder / ".job.17-4711", folder / "n1"
+    for path in (job, draft, node):
+        path.touch()
+    ownership.remove_job_file(str(job), str(folder / "n0"))
+    assert job.exists() and draft.exists(), "another node is left"
+    node.unlink()
+    ownership.remove_job_file(str(job), str(folder / "n0"))
+    assert not folder.exists()
 
 
 @pytest.mark.case("a11")

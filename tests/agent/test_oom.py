@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from rlmesh.agent.processes.oom import OomCounters
+from tests.own_time import HANG_S
 
 JOB = Path(__file__).with_name("oom_job.py")
 ROOT = JOB.parents[2]
@@ -51,7 +52,7 @@ def small_group() -> Iterator[Path]:
     except OSError as error:
         pytest.skip(f"control groups cannot be made here: {error}")
     yield group
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + HANG_S
     while True:
         try:
             group.rmdir()

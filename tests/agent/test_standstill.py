@@ -86,6 +86,7 @@ def say(seconds, frozen=False):
 
 signal.signal(signal.SIGUSR1, lambda *_: say(1000.0))
 say(1.0)
+open(os.path.join(config["run_dir"], "said"), "w").close()
 while True:
     signal.pause()
 """
@@ -99,7 +100,7 @@ def test_a_guardian_that_stood_still_asks_its_agent_first(tmp_path: Path, agent_
     """All stop for longer than the lease; the guardian and the member go on, and only later the agent, or never."""
     guardian, fifo = start_guardian(tmp_path, f"test{os.getpid()}{time.monotonic_ns()}", SAYS)
     pids = fifo.read_json()
-    time.sleep(0.3)  # the guardian reads what the agent has said
+    until((tmp_path / "run" / "said").exists)  # the guardian reads what the agent has said, at the latest afterwards
     together = [pids["guardian"], pids["agent"], pids["child"]]
     for pid in together:
         os.kill(pid, signal.SIGSTOP)

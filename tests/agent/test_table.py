@@ -211,3 +211,28 @@ def test_a_reused_number_is_never_hit() -> None:
     assert ownership.send_signal(found, signal.SIGKILL)
     process.wait(HANG_S)
     assert not ownership.send_signal(found, signal.SIGKILL)
+
+
+HIDDEN = """
+import ctypes, os, subprocess, sys
+from rlmesh.agent.processes import ownership
+
+libc = ctypes.CDLL(None)
+NEWNS, PRIVATE = 0x20000, 1 << 18 | 1 << 14
+if libc.unshare(NEWNS) or libc.mount(b"none", b"/", None, PRIVATE, None):
+    sys.exit(77)
+if libc.mount(b"proc", b"/proc", b"proc", 0, b"hidepid=1"):
+    sys.exit(77)
+os.setgroups([]), os.setgid(65534), os.setuid(65534)
+child = subprocess.Popen(["sleep", "60"])
+print([process.pid == child.pid for process in ownership.descendants(os.getpid())], ownership.handles(1, 15))
+child.kill()
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can mount")
+def test_own_processes_are_found_where_those_of_others_are_hidden() -> None:
+    done = subprocess.run([sys.executable, "-c", HIDDEN], capture_output=True, text=True, timeout=HANG_S)
+    if done.returncode == 77:
+        pytest.skip("this machine lets nobody mount /proc")
+    assert (done.stdout, done.stderr) == ("[True] False\n", "")

@@ -7,6 +7,7 @@ import os
 import re
 import signal
 import time
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from rlmesh.errors import UsageError
 from rlmesh.job.status import MemberWaits, Serving, Waiting
 from rlmesh.run_directory.discovery import RunningJob, find_job, running_jobs
 from tests.master.launched import Launched, alive, descendants, launch
+from tests.own_time import HANG_S
 
 WAITING = Waiting("ADDER:1", "sleep", 12.34, 5.0, "connected; process 12 is stopped", "hm")
 TRAINER = MemberWaits("TRAINER", 0, 11, "running", 4, (WAITING,), process="process 11 sleeps")
@@ -102,9 +104,10 @@ def test_a_job_whose_processes_were_all_killed_at_one_stroke_is_forgotten(
         everybody = [job.process.pid, *descendants(job.process.pid)]
         for number in (signal.SIGSTOP, signal.SIGKILL):
             for pid in everybody:
-                os.kill(pid, number)
+                with suppress(ProcessLookupError):  # the end of its parent ended it, and somebody has reaped it
+                    os.kill(pid, number)
         job.ended()
-    deadline = time.monotonic() + 10.0
+    deadline = time.monotonic() + HANG_S
     while any(map(alive, everybody)) and time.monotonic() < deadline:
         time.sleep(0.02)
     assert ps(capsys) == (0, "no job of yours runs on this machine\n")

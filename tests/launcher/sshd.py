@@ -90,7 +90,7 @@ def _free_port() -> int:
 
 
 def _wait_for(port: int, process: subprocess.Popen[bytes], folder: Path) -> None:
-    deadline = time.monotonic() + 10.0
+    deadline = time.monotonic() + HANG_S
     while time.monotonic() < deadline and process.poll() is None:
         try:
             socket.create_connection(("127.0.0.3", port), 1.0).close()

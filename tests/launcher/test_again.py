@@ -15,6 +15,7 @@ import pytest
 from rlmesh.cli.main import main
 from tests.launcher.nodes import node
 from tests.master.launched import Launched, alive
+from tests.own_time import HANG_S
 
 AGAIN = Path(__file__).with_name("again_job.py")
 STARTS = r"rank (\d) starts at step (\d+), incarnation (\d), node (\d), pid (\d+)\n"
@@ -28,7 +29,7 @@ def told(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str]:
 
 def until_says(capsys: pytest.CaptureFixture[str], text: str) -> str:
     """What ``rlmesh status`` says once it says this."""
-    deadline = time.monotonic() + 10.0
+    deadline = time.monotonic() + HANG_S
     while text not in (said := told(capsys, "status")[1]):
         assert time.monotonic() < deadline, f"{text} is not in\n{said}"
         time.sleep(0.05)
@@ -50,7 +51,7 @@ def server(nodes: Sequence[Launched], incarnation: int) -> int:
 
 def at_work(nodes: Sequence[Launched], incarnation: int) -> dict[int, tuple[int, int]]:
     """The ranks of an incarnation, once each has saved a step of its own."""
-    deadline = time.monotonic() + 30.0
+    deadline = time.monotonic() + HANG_S
     while not all(any(_has_saved(rank, incarnation, each.output) for each in nodes) for rank in (0, 1)):
         assert time.monotonic() < deadline, "".join(each.output for each in nodes)
         time.sleep(0.02)

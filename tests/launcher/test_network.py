@@ -63,7 +63,7 @@ def test_calls_over_a_cut_cable_end_by_their_deadline(tmp_path: Path, two: Machi
         head.wait_for("step 3\n")
         two.pull(2)
         pulled = time.monotonic()
-        late = head.wait_for(r"late: .*\n", 10.0)[0]
+        late = head.wait_for(r"late: .*\n")[0]
         assert own_time.since(pulled) < 4.0
         two.plug(2)
         assert (head.ended(60.0), other.ended()) == (0, 0), head.output + other.output
@@ -89,7 +89,7 @@ def test_a_machine_that_loses_its_power_is_named(tmp_path: Path, two: Machines) 
         took = time.monotonic() - lost
     # Nobody was left on that machine to remove its folder of sockets, which here is on a file system that we share.
     for folder in Path(os.environ["XDG_RUNTIME_DIR"]).glob("rlm-*/n1"):
-        shutil.rmtree(folder.parent)
+        shutil.rmtree(folder.parent, ignore_errors=True)
     assert re.search(r"node \S*machine2|node 1|machine2", head.output)
     assert took < 60.0
 

@@ -35,13 +35,21 @@ def moving(folder: Path, nnodes: int, *arguments: str, endpoint: str = "127.0.0.
         yield [head, *others]
 
 
-def finish(folder: Path, nodes: Sequence[Launched]) -> None:
-    """Let the job end, in good order."""
+def finish(folder: Path, nodes: Sequence[Launched], *, was_cut: int = 0) -> None:
+    """Let the job end, in good order.
+
+    Args:
+        was_cut: a node whose network was away. Its next packet may leave as late again as the network was away, so it
+            may come too late to hear of the end, and finds that the head has ended.
+    """
     (folder / "end").touch()
     head = nodes[0]
     assert head.ended() == 0, head.output
     assert "the job has succeeded" in head.output
-    assert [node.ended() for node in nodes[1:]] == [0] * (len(nodes) - 1)
+    for rank, each in enumerate(nodes[1:], 1):
+        code = each.ended()
+        late = rank == was_cut and "has ended, and the job with it" in each.output
+        assert code == 0 or late, f"node {rank}: {each.output}"
 
 
 def first_two(node: Launched, rank: int) -> dict[str, int]:
@@ -80,8 +88,8 @@ def test_members_of_an_agent_that_is_killed_go_to_the_spare_node(tmp_path: Path)
         before = first_two(other, 1)
         assert set(before) == {"ROLLOUT:1.0", "ACTOR:1.0"}
         os.kill(other.pid_of("-m rlmesh.agent"), signal.SIGKILL)
-        head.wait_for(r"Rollout \[\(0, 0\), \(2, 1\)\]", 20.0)
-        head.wait_for(r"Actor \[\(0, 1\), \(2, 1\)\]", 20.0)
+        head.wait_for(r"Rollout \[\(0, 0\), \(2, 1\)\]")
+        head.wait_for(r"Actor \[\(0, 1\), \(2, 1\)\]")
         assert alive(trainer) and not any(map(alive, before.values()))
         finish(tmp_path, nodes)
         assert {"ROLLOUT:1.1", "ACTOR:1.1"} <= set(pids_of(spare))
@@ -97,11 +105,11 @@ def test_an_agent_that_is_stopped_loses_its_members_before_they_start_elsewhere(
         os.kill(agent, signal.SIGSTOP)
         time.sleep(0.5)
         assert all(map(alive, before.values())), "its members run on"
-        head.wait_for(r"Rollout \[\(0, 0\), \(2, 1\)\]", 20.0)
+        head.wait_for(r"Rollout \[\(0, 0\), \(2, 1\)\]")
         with suppress(ProcessLookupError):
             os.kill(agent, signal.SIGCONT)
         assert not any(map(alive, before.values()))
-        head.wait_for(r"Actor \[\(0, 1\), \(2, 1\)\]", 20.0)
+        head.wait_for(r"Actor \[\(0, 1\), \(2, 1\)\]")
         finish(tmp_path, nodes)
     nothing_ran_twice(tmp_path)
 
@@ -116,8 +124,8 @@ def test_members_of_a_node_that_was_suspended_alone_do_not_run_again(tmp_path: P
         stopped = [other.process.pid, *descendants(other.process.pid)]
         for pid in stopped:
             os.kill(pid, signal.SIGSTOP)
-        head.wait_for(r"Rollout \[\(0, 0\), \(2, 1\)\]", 30.0)
-        head.wait_for(r"Actor \[\(0, 1\), \(2, 1\)\]", 20.0)
+        head.wait_for(r"Rollout \[\(0, 0\), \(2, 1\)\]")
+        head.wait_for(r"Actor \[\(0, 1\), \(2, 1\)\]")
         for pid in stopped:
             if pid not in before.values():
                 os.kill(pid, signal.SIGCONT)
@@ -164,21 +172,21 @@ def test_a_node_that_is_cut_off_ends_its_members_and_is_a_spare_when_it_is_back(
             head, other, _ = nodes
             other.wait_for("ACTOR:1.0 is pid")
             cables.pull(2)
-            head.wait_for(r"Actor \[\(0, 1\), \(2, 1\)\]", 40.0)
+            head.wait_for(r"Actor \[\(0, 1\), \(2, 1\)\]")
             cables.plug(2)
             log = tmp_path / "run" / "logs" / "agent-1.log"
-            deadline = time.monotonic() + 10.0
+            deadline = time.monotonic() + HANG_S
             while "they are ended here" not in log.read_text() and time.monotonic() < deadline:
                 time.sleep(0.05)
             assert "they are ended here" in log.read_text()
             events = tmp_path / "run" / "events.jsonl"
-            while events.read_text().count("AgentRegistered") < 4 and time.monotonic() < deadline + 20.0:
+            while events.read_text().count("AgentRegistered") < 4 and time.monotonic() < deadline + HANG_S:
                 time.sleep(0.05)
             assert events.read_text().count("AgentRegistered") >= 4, "it did not come back"
             cables.pull(3)  # the node that was cut off before is the spare one now
             head.wait_for(r"Actor \[\(0, 2\), \(1, 2\)\]", 60.0)
             cables.plug(3)
-            finish(tmp_path, nodes)
+            finish(tmp_path, nodes, was_cut=2)
     nothing_ran_twice(tmp_path)
 
 
@@ -193,10 +201,10 @@ def test_members_without_room_wait_for_their_node(tmp_path: Path) -> None:
             trainer = head.wait_for(r"TRAINER is pid \d+")[0]
             other.wait_for("ACTOR:1.0 is pid")
             cables.pull(2)
-            head.wait_for("is restarted .* its lease is over", 30.0)
+            head.wait_for("is restarted .* its lease is over")
             cables.plug(2)
             head.wait_for(r"Rollout \[\(0, 0\), \(1, 1\)\]", 60.0)
-            head.wait_for(r"Actor \[\(0, 1\), \(1, 1\)\]", 30.0)
+            head.wait_for(r"Actor \[\(0, 1\), \(1, 1\)\]")
             assert head.output.count(trainer) == 1, "the others keep their processes"
-            finish(tmp_path, nodes)
+            finish(tmp_path, nodes, was_cut=1)
     nothing_ran_twice(tmp_path)

@@ -8,13 +8,12 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 
 import pytest
 
 from tests.master.launched import ROOT, alive, command
-from tests.own_time import HANG_S
+from tests.own_time import HANG_S, OwnTime
 
 FAMILY = Path(__file__).with_name("family_job.py")
 SHELL = 'sleep 2000 & echo "bystander $!"; "$@"; echo "launch ended with $?"; read -r _; kill %1'
@@ -73,9 +72,8 @@ class Shell:
         self.process.stdout.close()
 
 
-def assert_gone(pids: list[int], since: float) -> None:
-    while any(map(alive, pids)) and time.monotonic() - since < WITHIN_S:
-        time.sleep(0.02)
+def assert_gone(pids: list[int], own_time: OwnTime) -> None:
+    own_time.holds_within(WITHIN_S, lambda: not any(map(alive, pids)))
     left = {pid: command(pid) for pid in pids if alive(pid)}
     assert not left, f"there {WITHIN_S:g} s later: {left}"
 
@@ -94,7 +92,7 @@ def everybody(families: dict[str, list[int]]) -> list[int]:
 @pytest.mark.slow
 @pytest.mark.case("O10")
 @pytest.mark.parametrize("what", ["launcher killed", "Ctrl-C", "actor crashes", "actor killed"])
-def test_nothing_is_left_behind(tmp_path: Path, what: str) -> None:
+def test_nothing_is_left_behind(tmp_path: Path, what: str, own_time: OwnTime) -> None:
     before = segments()
     shell = Shell(tmp_path, *(["--crash"] if what == "actor crashes" else []))
     try:
@@ -113,8 +111,7 @@ def test_nothing_is_left_behind(tmp_path: Path, what: str) -> None:
                 os.kill(launcher, signal.SIGINT)
             else:
                 os.kill(families["ACTOR:1"][0], signal.SIGKILL)
-        began = time.monotonic()
-        assert_gone(pids, began)
+        assert_gone(pids, own_time)
         code = {"launcher killed": 137, "Ctrl-C": 130}.get(what, 1)
         shell.wait_for(f"launch ended with {code}")
         assert segments() == before
@@ -124,17 +121,17 @@ def test_nothing_is_left_behind(tmp_path: Path, what: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.case("O10")
-def test_an_actor_that_is_killed_takes_its_own_along_and_nobody_elses(tmp_path: Path) -> None:
+def test_an_actor_that_is_killed_takes_its_own_along_and_nobody_elses(tmp_path: Path, own_time: OwnTime) -> None:
     shell = Shell(tmp_path, "--restart")
     try:
         families = shell.families()
         pids = everybody(families)
         os.kill(families["ACTOR:1"][0], signal.SIGKILL)
-        assert_gone(families["ACTOR:1"], time.monotonic())
+        assert_gone(families["ACTOR:1"], own_time)
         others = [pid for name in ("ACTOR:0", "ACTOR:2", "ACTOR:3") for pid in families[name]]
         assert all(map(alive, others))
         os.kill(shell.launcher(), signal.SIGINT)
-        assert_gone(pids, time.monotonic())
+        assert_gone(pids, own_time)
         shell.wait_for("launch ended with 130")
     finally:
         shell.close()

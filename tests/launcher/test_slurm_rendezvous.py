@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from rlmesh import private_files
 from rlmesh.errors import LaunchError
 from rlmesh.runtime.connections.security import make_key
 from rlmesh_launcher.slurm_rendezvous import HeadGone, Munge, ServerAddress, SlurmRendezvous
@@ -95,6 +96,28 @@ def test_old_files_are_removed(tmp_path: Path) -> None:
     os.utime(old, (0, 0))
     SlurmRendezvous(tmp_path, "slurm-3.0-0", make_key()).publish("10.0.0.1", 1, make_key())
     assert sorted(path.name for path in tmp_path.iterdir()) == ["slurm-2.0-0.head", "slurm-3.0-0.head"]
+
+
+def test_jobs_that_end_meanwhile_disturb_no_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another job removes its file after it was listed, and the folder before the new file is in it."""
+    folder, key = tmp_path / "meet", make_key()
+    write, removed = private_files.write_whole, list[Path]()
+
+    def write_whole(path: Path, content: bytes, *, secret: bool) -> None:
+        if not removed:
+            (folder / "gone.head").unlink()
+            folder.rmdir()
+            removed.append(folder)
+        write(path, content, secret=secret)
+
+    monkeypatch.setattr(private_files, "write_whole", write_whole)
+    folder.mkdir(0o700)
+    (folder / "gone.head").symlink_to("nothing")  # it is listed, and not there
+    SlurmRendezvous(folder, "17.0-0", key).publish("10.0.0.1", 1, key)
+    assert SlurmRendezvous(folder, "17.0-0", key).find(1.0) == ServerAddress("10.0.0.1", 1, key)
+    monkeypatch.setattr(private_files, "write_whole", lambda *args, **options: os.open(tmp_path / "no" / "file", 0))
+    with pytest.raises(LaunchError, match="cannot say where it listens"):
+        SlurmRendezvous(folder, "17.0-0", key).publish("10.0.0.1", 1, key)
 
 
 def fake_munge(folder: Path, uid: str, code: int = 0) -> None:

@@ -52,11 +52,8 @@ def launches(folder: Path) -> list[int]:
     return [int(e) for e in os.listdir("/proc") if e.isdigit() and f"{folder}/run" in command(int(e))]
 
 
-def gone(pids: list[int], within_s: float) -> bool:
-    deadline = time.monotonic() + within_s
-    while any(map(alive, pids)) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    return not any(map(alive, pids))
+def gone(pids: list[int], within_s: float, own_time: OwnTime) -> bool:
+    return own_time.holds_within(within_s, lambda: not any(map(alive, pids)))
 
 
 def with_all_below(pids: list[int]) -> list[int]:
@@ -142,13 +139,13 @@ def _environment(pid: int) -> str:
         return ""
 
 
-def test_a_launcher_that_is_killed_ends_the_hosts(tmp_path: Path, sshd: Sshd) -> None:
+def test_a_launcher_that_is_killed_ends_the_hosts(tmp_path: Path, sshd: Sshd, own_time: OwnTime) -> None:
     with over_ssh(tmp_path, sshd, "--sleep", "60") as launched:
         launched.wait_for("step 0")
         pids = with_all_below(launches(tmp_path))
         assert len(pids) > 8
         os.kill(launched.process.pid, signal.SIGKILL)
-        assert gone(pids, 8.0), [command(pid) for pid in pids if alive(pid)]
+        assert gone(pids, 8.0, own_time), [command(pid) for pid in pids if alive(pid)]
 
 
 def test_a_host_that_dies_fails_the_job(tmp_path: Path, sshd: Sshd) -> None:
@@ -160,7 +157,7 @@ def test_a_host_that_dies_fails_the_job(tmp_path: Path, sshd: Sshd) -> None:
     assert "node" in launched.output
 
 
-def test_the_host_of_the_script_dies(tmp_path: Path, sshd: Sshd) -> None:
+def test_the_host_of_the_script_dies(tmp_path: Path, sshd: Sshd, own_time: OwnTime) -> None:
     with over_ssh(tmp_path, sshd, "--sleep", "60") as launched:
         launched.wait_for("step 0")
         pids = with_all_below(launches(tmp_path))
@@ -168,7 +165,7 @@ def test_the_host_of_the_script_dies(tmp_path: Path, sshd: Sshd) -> None:
         os.kill(head, signal.SIGKILL)
         assert launched.ended() == 1
         assert "host1, which runs the script, is gone" in launched.output
-        assert gone(pids, 5.0)
+        assert gone(pids, 5.0, own_time)
 
 
 def test_a_host_that_cannot_be_reached_is_named_at_once(tmp_path: Path, sshd: Sshd, own_time: OwnTime) -> None:

@@ -139,16 +139,14 @@ def test_ctrl_c_at_any_node_ends_all(tmp_path: Path, which: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("which", ["head", "other"])
-def test_a_launch_that_is_killed_leaves_nothing_anywhere(tmp_path: Path, which: str) -> None:
+def test_a_launch_that_is_killed_leaves_nothing_anywhere(tmp_path: Path, which: str, own_time: OwnTime) -> None:
     with two_nodes(tmp_path, "127.0.0.1", "--sleep", "60") as (head, other):
         head.wait_for("step 0")
         pids = descendants(head.process.pid) + descendants(other.process.pid)
         os.kill((head if which == "head" else other).process.pid, signal.SIGKILL)
         assert head.ended() != 0
         assert other.ended() != 0
-        deadline = time.monotonic() + 5.0
-        while any(map(alive, pids)) and time.monotonic() < deadline:
-            time.sleep(0.05)
+        own_time.holds_within(5.0, lambda: not any(map(alive, pids)))
         assert not [pid for pid in pids if alive(pid)]
 
 

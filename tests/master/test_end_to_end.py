@@ -123,15 +123,13 @@ def test_the_death_of_the_jobs_own_processes_ends_the_job_and_is_told(
         assert [command for pid, command in below.items() if alive(pid)] == []
 
 
-def test_the_death_of_the_driver_ends_all_processes(tmp_path: Path) -> None:
+def test_the_death_of_the_driver_ends_all_processes(tmp_path: Path, own_time: OwnTime) -> None:
     with launch(tmp_path, "--sleep", "60") as job:
         job.wait_for("step 1")
         below = job.pids()
         job.process.kill()
         job.ended()
-        deadline = time.monotonic() + 5.0
-        while any(map(alive, below)) and time.monotonic() < deadline:
-            time.sleep(0.02)
+        own_time.holds_within(5.0, lambda: not any(map(alive, below)))
         assert [command for pid, command in below.items() if alive(pid)] == []
 
 

@@ -16,6 +16,7 @@ from rlmesh.job.status import EdgeStats
 from rlmesh.master.monitoring.graph import CallGraph, describe_touched, graph_lines
 from rlmesh.run_directory.discovery import find_job, running_jobs
 from tests.master.launched import launch
+from tests.own_time import HANG_S
 
 
 def seen(callee: str, method: str = "forward", calls: int = 1, failed: int = 0) -> EdgeStats:
@@ -108,7 +109,7 @@ def test_the_graph_of_a_running_job_shows_its_calls(tmp_path: Path) -> None:
         job.wait_for("step 1")
         (run,) = (tmp_path / "runs").iterdir()
         running = find_job(str(run), running_jobs())  # others may run on this machine
-        deadline = time.monotonic() + 10.0
+        deadline = time.monotonic() + HANG_S
         lines: list[str] = []
         while not any("TRAINER:0 → ADDER:0-1  rank  4 calls" in line for line in lines):
             assert time.monotonic() < deadline, lines

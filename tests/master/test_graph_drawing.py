@@ -18,6 +18,7 @@ from rlmesh.master.monitoring.graph_drawing import drawn
 from rlmesh.master.state.last_state import last_graph
 from tests.master.launched import launch
 from tests.master.test_graph import ppo, seen
+from tests.own_time import HANG_S
 
 
 def test_a_graph_is_drawn_as_dot() -> None:
@@ -88,7 +89,7 @@ def test_the_graph_of_a_job_while_it_runs_and_after(tmp_path: Path, capsys: pyte
     with launch(tmp_path, "--sleep", "60") as job:
         job.wait_for("step 1")
         (run,) = map(str, (tmp_path / "runs").iterdir())
-        deadline = time.monotonic() + 10.0
+        deadline = time.monotonic() + HANG_S
         while "add ×" not in (told := status(capsys, run, "--graph=dot"))[1] and time.monotonic() < deadline:
             time.sleep(0.1)  # members tell of their calls once a second
         code, text = told

@@ -9,16 +9,17 @@ import pytest
 
 from rlmesh.driver.relaunch import RELAUNCH_LOG, Relaunch
 from tests.master.launched import alive
+from tests.own_time import HANG_S, OwnTime
 
 
 def lines(folder: Path, count: int) -> list[str]:
     """What the commands wrote, once there is so much."""
-    log, deadline = folder / RELAUNCH_LOG, time.monotonic() + 5.0
+    log, deadline = folder / RELAUNCH_LOG, time.monotonic() + HANG_S
     while time.monotonic() < deadline:
         if log.exists() and len(found := log.read_text().split()) >= count:
             return found
         time.sleep(0.01)
-    raise AssertionError(f"not {count} words within 5 s: {log.read_text() if log.exists() else 'no log'}")
+    raise AssertionError(f"not {count} words within {HANG_S:g} s: {log.read_text() if log.exists() else 'no log'}")
 
 
 def test_a_machine_is_asked_for_once_for_each_loss(tmp_path: Path) -> None:
@@ -33,22 +34,19 @@ def test_a_machine_is_asked_for_once_for_each_loss(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("first", ["", "trap : TERM;"], ids=["takes SIGTERM", "does not"])
-def test_what_the_command_started_ends_with_it(first: str, tmp_path: Path) -> None:
+def test_what_the_command_started_ends_with_it(first: str, tmp_path: Path, own_time: OwnTime) -> None:
     asked = Relaunch(f"sh -c '{first} sleep 1000 & echo $$ $!; while :; do wait; done'", tmp_path, {})
     asked.look({1}, {})
     pids = [int(pid) for pid in lines(tmp_path, 2)]
     assert all(map(alive, pids))
     asked.close()
-    deadline = time.monotonic() + 2.0
-    while any(map(alive, pids)) and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert not any(map(alive, pids))
+    assert own_time.holds_within(2.0, lambda: not any(map(alive, pids)))
 
 
 def test_a_command_that_cannot_be_run_or_fails_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     Relaunch("/no/such/command", tmp_path, {}).look({1}, {})
     assert "/no/such/command" in caplog.text and "No such file" in caplog.text
-    asked, deadline = Relaunch("false", tmp_path, {}), time.monotonic() + 5.0
+    asked, deadline = Relaunch("false", tmp_path, {}), time.monotonic() + HANG_S
     while "ended with code 1; see " not in caplog.text and time.monotonic() < deadline:
         asked.look({3}, {3: "c"})
         time.sleep(0.01)

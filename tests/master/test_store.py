@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import sqlite3
+import subprocess
+import sys
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
@@ -15,6 +18,7 @@ from rlmesh.master.state import store as store_module
 from rlmesh.master.state.filesystems import file_system_type, network_file_system
 from rlmesh.master.state.persistence import RETRY_S, Persistence
 from rlmesh.master.state.store import Row, Store, StoreError
+from tests.own_time import HANG_S
 
 HEARD = ("heard", ("A:0",))
 
@@ -63,6 +67,49 @@ def test_the_journal_depends_on_the_file_system(tmp_path: Path, monkeypatch: pyt
     store.write({HEARD: ("A:0", 1)})
     assert not (tmp_path / "nfs.db-shm").exists()
     store.close()
+
+
+KILLED_MASTER = """
+import os, signal, sqlite3, sys
+from pathlib import Path
+from rlmesh.master.state import store as module
+
+module.network_file_system = lambda path: "NFS"
+store = module.Store(Path(sys.argv[1]), "job")
+store.write({("job", ("samples_trained",)): ("samples_trained", "7", None)})
+store._db.execute("PRAGMA cache_size = 1")  # so that changes are in the file before the commit
+store._db.execute("BEGIN IMMEDIATE")
+store._db.execute("UPDATE job SET text = '8'")
+store._db.executemany("INSERT INTO heard VALUES (?, 1)", [(str(n) * 100,) for n in range(1000)])
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_facts_are_read_after_a_master_was_killed_in_the_middle_of_a_commit(tmp_path: Path) -> None:
+    """On a network file system, where no log is beside the file: a resumed job would count its samples from zero."""
+    path = tmp_path / "state.db"
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    done = subprocess.run([sys.executable, "-c", KILLED_MASTER, str(path)], env=env, timeout=HANG_S)
+    assert done.returncode == -signal.SIGKILL and Path(f"{path}-journal").stat().st_size
+    assert store_module.read_fact(path, "samples_trained") == "7"
+
+
+async def test_a_master_waits_for_a_reader_that_stands_still(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the state of the master before it, it would start all members again."""
+    monkeypatch.setattr(store_module, "BUSY_S", 0.05)
+    path = tmp_path / "state.db"
+    store = Store(path, "job")
+    store.write({HEARD: ("A:0", 1)})
+    store.close()
+    with closing(sqlite3.connect(path, isolation_level=None)) as reader:
+        reader.execute("PRAGMA locking_mode = EXCLUSIVE")
+        reader.execute("BEGIN EXCLUSIVE")
+        persistence = Persistence(path, "job")
+        loading = asyncio.ensure_future(persistence.load())
+        await asyncio.sleep(0.3)
+        assert not loading.done()
+    assert (await loading).rows("heard") == (("A:0", 1),)
+    await persistence.close()
 
 
 def test_a_newer_schema_is_refused_and_a_torn_file_is_set_aside(tmp_path: Path) -> None:

@@ -16,12 +16,13 @@ import torch
 from rlmesh.runtime.rpc import rpc
 from rlmesh.runtime.runtime import Runtime
 from tests.memory import fake_device
+from tests.own_time import HANG_S
 
 
 class Member:
     @rpc
     def take(self, tensor: torch.Tensor) -> float:
-        deadline = time.monotonic() + 5
+        deadline = time.monotonic() + HANG_S
         while not (data := tensor.data_of_test) and time.monotonic() < deadline:  # type: ignore[attr-defined]
             time.sleep(0.001)  # the fake device copies later than a stream would
         assert data

@@ -47,7 +47,7 @@ def take_back(exchange: MemoryExchange, process: Borrower, name: str) -> None:
 
 def eventually_no_slots(exchange: MemoryExchange) -> bool:
     """The kernel drops a dead process's locks when it has reaped its descriptors."""
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + HANG_S
     while exchange.pool.stats().slots and time.monotonic() < deadline:
         exchange.pool.trim(1e9)
         time.sleep(0.005)

@@ -55,6 +55,15 @@ class Dies(Writes):
         super().log(record)
 
 
+class AlwaysDies(Writes):
+    """Kills its process at step 3."""
+
+    def log(self, record: MetricRecord) -> None:
+        if record.step == 3:
+            os._exit(7)
+        super().log(record)
+
+
 class CannotOpen(Writes):
     """Never opens."""
 

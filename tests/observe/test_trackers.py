@@ -202,12 +202,24 @@ def test_a_tracker_that_raises_and_hangs_ends_with_the_run(tmp_path: Path, caplo
     assert steps(tmp_path)[-4:] == [4, 5, 6, 7]
 
 
-def test_a_tracker_whose_process_dies_is_started_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("when", ["during the run", "at its end"])
+def test_a_tracker_whose_process_dies_is_started_again(
+    when: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     write(tmp_path, *range(1, 6))
     with Trackers([f"{ODD}:Dies"], finish_s=120.0).following(tmp_path, "job"):
-        wait_for(tmp_path / "died")
+        if when == "during the run":
+            wait_for(tmp_path / "died")
     assert set(steps(tmp_path)) == {1, 2, 3, 4, 5}
-    assert "died (7); it is started again" in caplog.text
+    assert caplog.text.count("died (7); it is started again") == 1
+
+
+def test_a_tracker_whose_process_dies_again_and_again_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    write(tmp_path, 1, 2, 3)
+    with Trackers([f"{ODD}:AlwaysDies"], finish_s=120.0).following(tmp_path, "job"):
+        pass
+    assert set(steps(tmp_path)) == {1, 2}
+    assert f"the process of tracker {ODD}:AlwaysDies died again (7): its last reports are lost" in caplog.text
 
 
 def wait_for(file: Path) -> None:
@@ -217,7 +229,6 @@ def wait_for(file: Path) -> None:
     while not file.exists():
         assert time.monotonic() < deadline
         time.sleep(0.02)
-    time.sleep(0.5)  # until the process is gone
 
 
 def test_a_tracker_that_cannot_open_costs_its_reports(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -27,7 +27,9 @@ runtime = Runtime.start(name="client", key=bytes.fromhex(sys.argv[1]), bind=Fals
 callee, user = (runtime.peer(name, endpoint) for name, endpoint in (("A:0", sys.argv[2]), ("B:0", sys.argv[3])))
 assert callee.call("echo", 1).result() == 1
 made = callee.call("make", 500_000)
-assert user.call("size", made).result() == 500_000
+size = user.call("size", made)
+callee.call("go").result()
+assert size.result() == 500_000
 stream = callee.stream("items")
 assert next(stream) == 0
 calls = [callee.call("sleep"), callee.call("hold"), callee.call("note"), callee.call("note"), callee.call("nested")]
@@ -48,6 +50,7 @@ class Member:
         self.noted = 0
         self.holding = threading.Event()
         self.release = threading.Event()
+        self.passed_on = threading.Event()  # the future of `make`, by its caller
         self.inner: Any = None
 
     @rpc(concurrent=8)
@@ -55,9 +58,13 @@ class Member:
         return value
 
     @rpc(concurrent=8)
-    async def make(self, n: int) -> bytes:
-        await asyncio.sleep(0.2)  # Until its caller has passed the result on.
+    def make(self, n: int) -> bytes:
+        self.passed_on.wait(HANG_S)
         return bytes(n)
+
+    @rpc(concurrent=8)
+    def go(self) -> None:
+        self.passed_on.set()
 
     @rpc
     async def items(self) -> Any:
@@ -78,7 +85,7 @@ class Member:
     @rpc
     def hold(self) -> None:
         self.holding.set()
-        self.release.wait(20)
+        self.release.wait(HANG_S)
 
     @rpc
     def note(self) -> None:

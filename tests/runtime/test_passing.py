@@ -380,15 +380,20 @@ def test_a_future_alone_cannot_be_pickled(mesh: Mesh) -> None:
 
 
 SERVER = """
-import sys, time
+import sys, threading
 from rlmesh.runtime.rpc import rpc
 from rlmesh.runtime.runtime import Runtime
 
+passed_on = threading.Event()
+
 class Maker:
-    @rpc
+    @rpc(concurrent=2)
     def make(self, n):
-        time.sleep(0.3)
+        passed_on.wait(60)
         return bytes(n)
+    @rpc(concurrent=2)
+    def go(self):
+        passed_on.set()
 
 with Runtime.start(name="P:0", key=bytes.fromhex(sys.argv[1]), socket_dir=sys.argv[2]) as runtime:
     runtime.serve("P:0", Maker())
@@ -426,6 +431,7 @@ def test_the_death_of_a_producer_is_told_to_whoever_needs_its_result(
     mesh.publish()
     made = group[0].call("make", LARGE)
     used = users[0].call("size", made)
+    group[0].call("go").result()
     assert used.result() == LARGE
     os.kill(producer.pid, signal.SIGKILL)
     producer.wait(HANG_S)

@@ -182,7 +182,7 @@ def test_a_lost_node_is_named(slurm: SlurmCluster, tmp_path: Path) -> None:
             assert "node3" in output(tmp_path)
             until_gone(everybody)
     for left in Path(os.environ["XDG_RUNTIME_DIR"]).glob("rlm-*"):
-        shutil.rmtree(left)  # of the node that is off: it loses its /run with its power
+        shutil.rmtree(left, ignore_errors=True)  # of the node that is off: it loses its /run with its power
 
 
 @pytest.mark.case("s01")

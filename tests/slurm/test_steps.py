@@ -64,7 +64,7 @@ def test_the_key_from_the_environment_stays_there(slurm: SlurmCluster, tmp_path:
 
 def test_without_a_key_and_munge_the_error_names_the_ways(slurm: SlurmCluster, tmp_path: Path) -> None:
     process = slurm.start(["srun", "-N2", *LAUNCH, SHAPES], tmp_path, {"RLMESH_MUNGE_SOCKET": "/nowhere"})
-    said, _ = process.communicate(timeout=30)
+    said, _ = process.communicate(timeout=60)
     assert process.returncode == 1
     assert "munge failed" in said
     assert "the head (task 0) gave up: " in said

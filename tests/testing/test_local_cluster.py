@@ -31,7 +31,7 @@ class Waiter:
 def start(cluster_job: str) -> JobHandle:
     job = DLJobBuilder().role("IDLE").run(Idle).total(2).per_node(1).resource(accelerator=1)
     handle = job.role("TRAINER").run(Waiter).build().submit(cluster_job, blocking=False)
-    deadline = time.monotonic() + 30.0
+    deadline = time.monotonic() + HANG_S
     while handle.status.stage == "starting" and not handle.done() and time.monotonic() < deadline:
         time.sleep(0.02)
     assert handle.status.stage == "running", handle.status

@@ -35,6 +35,7 @@ environment is reported as unproven.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import math
@@ -173,8 +174,15 @@ class Guardian:
         log = private_files.log_to(log_path)
         config_out, self._agent_input = os.pipe2(os.O_CLOEXEC)
         self._agent_output, report_in = os.pipe2(os.O_CLOEXEC)
-        fcntl.fcntl(self._agent_input, fcntl.F_SETPIPE_SZ, max(len(self.line) + 4096, 65536))
-        os.write(self._agent_input, self.line)
+        os.set_blocking(self._agent_output, False)  # also for the report that the agent could not be started
+        try:
+            fcntl.fcntl(self._agent_input, fcntl.F_SETPIPE_SZ, max(len(self.line) + 4096, 65536))
+        except PermissionError:
+            pass  # this user has many pipes (pipe-user-pages-soft): new ones are small, which is usually enough
+        os.set_blocking(self._agent_input, False)
+        if os.write(self._agent_input, self.line) < len(self.line):
+            raise OSError(errno.ENOSPC, "its configuration does not fit into a pipe: this user has too many of them")
+        os.set_blocking(self._agent_input, True)
         env = agent_environment(f"{self.config['job_id']}/{self.config['node_rank']}")
         self.agent = os.fork()
         if self.agent == 0:
@@ -191,7 +199,6 @@ class Guardian:
                 os._exit(127)
         for fd in (config_out, report_in, log):
             os.close(fd)
-        os.set_blocking(self._agent_output, False)
 
     def _watch(self) -> None:
         """Wait until the agent has ended, or its time is up after the driver's end or SIGTERM."""

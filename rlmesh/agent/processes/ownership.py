@@ -45,7 +45,7 @@ def handles(pid: int, number: int) -> bool:
     try:
         with open(f"/proc/{pid}/status") as file:
             caught = next((line.split()[1] for line in file if line.startswith("SigCgt:")), "0")
-    except (FileNotFoundError, ProcessLookupError):
+    except (FileNotFoundError, ProcessLookupError, PermissionError):
         return False
     return bool(int(caught, 16) >> (number - 1) & 1)
 
@@ -88,11 +88,13 @@ class Process:
 
 
 def read_process(pid: int) -> Process | None:
-    """The process with this number, or None."""
+    """The process with this number, or None if it is gone or this user may not see it."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
             text = file.read()
-    except (FileNotFoundError, ProcessLookupError):
+    except (FileNotFoundError, ProcessLookupError, PermissionError):  # PermissionError: /proc with hidepid=1
+        return None
+    if not text:  # it ended while it was read
         return None
     name, _, rest = text[text.index(b"(") + 1 :].rpartition(b") ")
     fields = rest.split()
@@ -304,15 +306,19 @@ def remove_job_file(path: str, socket_dir: str) -> None:
     The driver does this, but it may be gone. Nothing is removed while another node is left: a restarted master still
     needs the file.
     """
-    folder = os.path.dirname(path)
+    folder, name = os.path.split(path)
     if not path or not socket_dir or os.path.dirname(socket_dir) != folder:
         return
     try:
-        if any(name != os.path.basename(path) for name in os.listdir(folder)):
-            return
+        names = os.listdir(folder)
     except OSError:
         return
-    for remove, what in ((os.unlink, path), (os.rmdir, folder)):
+    # A driver that was killed while it wrote the file has left a draft of it.
+    drafts = [each for each in names if each.startswith(f".{name}.")]
+    if any(each not in (name, *drafts) for each in names):
+        return
+    files = [(os.unlink, os.path.join(folder, each)) for each in (*drafts, name)]
+    for remove, what in (*files, (os.rmdir, folder)):
         try:
             remove(what)
         except OSError:

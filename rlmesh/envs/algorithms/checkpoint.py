@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import errno
 import logging
 import os
 import shutil
@@ -41,19 +43,49 @@ def save(algorithm: Algorithm, folder: Path) -> str:
         for name in (STATE, CONFIG, RUNNERS):
             with (aside / name).open("rb") as file:
                 os.fsync(file.fileno())
-        if folder.exists():
-            if not (folder / STATE).exists() and any(folder.iterdir()):
-                raise UsageError(f"save: {folder} is not empty and no checkpoint; name another folder")
-            old = Path(tempfile.mkdtemp(prefix=f".{folder.name}-old-", dir=folder.parent))
-            folder.rename(old / "old")
-            aside.rename(folder)
-            shutil.rmtree(old)
-        else:
-            aside.rename(folder)
+        if folder.exists() and not (folder / STATE).exists() and any(folder.iterdir()):
+            raise UsageError(f"save: {folder} is not empty and no checkpoint; name another folder")
+        put_in_place(aside, folder)
     except BaseException:
         shutil.rmtree(aside, ignore_errors=True)
         raise
     return str(folder)
+
+
+def put_in_place(aside: Path, folder: Path) -> None:
+    """Give a folder the name of another one, if there is one, and remove that.
+
+    The two change their names in one step, so that a process that is killed leaves the old or the new folder. Only
+    where the file system cannot do so, as NFS, there is a moment without either.
+    """
+    if not folder.exists():
+        aside.rename(folder)
+    elif _exchange(aside, folder):
+        shutil.rmtree(aside)
+    else:
+        old = Path(tempfile.mkdtemp(prefix=f".{folder.name}-old-", dir=folder.parent))
+        folder.rename(old / "old")
+        try:
+            aside.rename(folder)
+        except OSError:
+            (old / "old").rename(folder)
+            raise
+        finally:
+            shutil.rmtree(old)
+
+
+def _exchange(one: Path, other: Path) -> bool:
+    """Exchange the names of two folders by ``renameat2(2)``; False if the system or the file system cannot do so."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if not hasattr(libc, "renameat2"):
+        return False
+    here, exchange = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
+    if libc.renameat2(here, os.fsencode(one), here, os.fsencode(other), exchange) == 0:
+        return True
+    code = ctypes.get_errno()
+    if code in (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP):
+        return False
+    raise OSError(code, os.strerror(code), str(one), None, str(other))
 
 
 def restore(algorithm: Algorithm, folder: Path) -> None:

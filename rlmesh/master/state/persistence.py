@@ -20,6 +20,9 @@ from rlmesh.master.state.store import Changes, Key, Row, Store, Stored, StoreErr
 logger = logging.getLogger(__name__)
 
 _STALE = object()
+OPENING_S = 20.0
+"""Seconds that a master waits at its start for a reader that locks the store: without the state of the previous master,
+all members would start again."""
 RETRY_S = 2.0
 """Seconds between retries of a store that failed."""
 CLOSE_S = 5.0
@@ -101,7 +104,7 @@ class Persistence:
     def _write_all(self) -> None:
         store: Store | None = None
         try:
-            store = Store(self._path, self._job_id)
+            store = Store(self._path, self._job_id, OPENING_S)
             self._post(self._set_opened, store.read(), None)
         except StoreError as error:
             self._post(self._set_opened, None, error)

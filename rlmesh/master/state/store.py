@@ -23,11 +23,11 @@ import os
 import sqlite3
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from rlmesh import private_files
+from rlmesh import private_files, sqlite_files
 from rlmesh.errors import RLMeshError
 from rlmesh.master.state.filesystems import network_file_system
 
@@ -98,7 +98,7 @@ def reading(path: Path) -> Iterator[sqlite3.Connection]:
         sqlite3.Error: it cannot be opened.
     """
     _check_files(path, os.O_RDONLY)
-    with closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True, timeout=BUSY_S)) as db:
+    with sqlite_files.reading(path, BUSY_S) as db:
         yield db
 
 
@@ -164,15 +164,17 @@ class Store:
     Args:
         path: path of the file; its folder exists.
         job_id: the job whose state it is. The state of another job in the same run directory is dropped.
+        opening_s: seconds that opening waits for a reader that locks the file.
 
     Raises:
         StoreRefused: the file may belong to another user, or is of another version.
         StoreError: it cannot be opened or made.
     """
 
-    def __init__(self, path: Path, job_id: str) -> None:
+    def __init__(self, path: Path, job_id: str, opening_s: float = BUSY_S) -> None:
         self.path = path
         self._job_id = job_id
+        self._opening_s = opening_s
         self.journal = ""
         self._db = self._open()
 
@@ -249,7 +251,7 @@ class Store:
             network = network_file_system(self.path)
         except OSError as error:
             raise sqlite3.OperationalError(error.strerror or str(error)) from error
-        db = sqlite3.connect(self.path, timeout=BUSY_S, isolation_level=None)
+        db = sqlite3.connect(self.path, timeout=self._opening_s, isolation_level=None)
         try:
             wanted, durable = ("truncate", "OFF") if network else ("wal", "NORMAL")
             (self.journal,) = db.execute(f"PRAGMA journal_mode={wanted}").fetchone()
@@ -260,6 +262,7 @@ class Store:
                 if found != "ok":
                     raise sqlite3.DatabaseError(found)
             self._prepare(db)
+            db.execute(f"PRAGMA busy_timeout = {round(BUSY_S * 1000)}")
         except BaseException:
             db.close()
             raise

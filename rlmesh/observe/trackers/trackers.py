@@ -90,19 +90,17 @@ class Trackers:
     def _end(self, run_dir: Path, job: str) -> None:
         for name, process in list(self._processes.items()):
             if process.poll() is not None:
-                logger.warning("the process of tracker %s died (%s); it is started again", name, process.returncode)
-                _close(process)
-                self._start(run_dir, job, name)
+                self._start_again(run_dir, job, name)
         for process in self._processes.values():
             _close(process)
         deadline = time.monotonic() + self._finish_s + MARGIN_S
-        for name, process in self._processes.items():
-            try:
-                process.wait(max(0.0, deadline - time.monotonic()))
-            except subprocess.TimeoutExpired:
-                logger.warning("tracker %s does not end, and is killed", name)
-            finally:
-                _kill(process)
+        for name in list(self._processes):
+            if self._has_died(run_dir, name, deadline):  # with reports that it has not shown
+                self._start_again(run_dir, job, name)
+                _close(self._processes[name])
+                if self._has_died(run_dir, name, deadline):
+                    code = self._processes[name].returncode
+                    logger.warning("the process of tracker %s died again (%s): its last reports are lost", name, code)
             state = TrackerState.read(state_file(run_dir, name))
             if state.lost or state.failure:
                 logger.warning(
@@ -110,6 +108,25 @@ class Trackers:
                     f", it fails: {state.failure}" if state.failure else "", run_dir / "logs",
                 )  # fmt: skip
         self._processes.clear()
+
+    def _start_again(self, run_dir: Path, job: str, name: str) -> None:
+        died = self._processes[name]
+        logger.warning("the process of tracker %s died (%s); it is started again", name, died.returncode)
+        _close(died)
+        self._start(run_dir, job, name)
+
+    def _has_died(self, run_dir: Path, name: str, deadline: float) -> bool:
+        """Wait until a tracker has ended; True if its process died without a note of what it has not shown."""
+        process = self._processes[name]
+        try:
+            code = process.wait(max(0.0, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            logger.warning("tracker %s does not end, and is killed", name)
+            code = 0
+        finally:
+            _kill(process)
+        state = TrackerState.read(state_file(run_dir, name))
+        return code != 0 and not state.lost and not state.failure
 
 
 def _close(process: subprocess.Popen[bytes]) -> None:

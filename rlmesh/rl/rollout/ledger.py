@@ -28,6 +28,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
+from rlmesh import sqlite_files
 from rlmesh.errors import UsageError
 from rlmesh.rl.rollout.buffer import GroupSlot
 
@@ -340,7 +341,7 @@ def read_rows(path: Path, *, void: bool = False) -> Iterator[LedgerRow]:
         path: the file.
         void: include rows that are void.
     """
-    with closing(sqlite3.connect(f"file:{path}?mode=ro", uri=True, timeout=WAIT_S)) as connection:
+    with sqlite_files.reading(path, WAIT_S) as connection:
         which = "" if void else "WHERE NOT void"
         for row in connection.execute(f"SELECT * FROM slots {which} ORDER BY line, position"):
             values: dict[str, Any] = dict(zip(COLUMNS, row, strict=True))
@@ -355,7 +356,7 @@ def faults_of(path: Path) -> list[str]:
     epoch. Steps follow each other without a gap, each with a whole batch, in drawing order. No group is staler than the
     pipeline allows, or was sampled by weights that did not exist yet.
     """
-    with closing(sqlite3.connect(f"file:{path}?mode=ro", uri=True, timeout=WAIT_S)) as connection:
+    with sqlite_files.reading(path, WAIT_S) as connection:
         settings = dict(connection.execute("SELECT name, value FROM settings"))
     batch_size, staleness = int(settings["batch_size"]), int(settings["staleness"])
     rows = sorted(read_rows(path), key=lambda row: row.position)

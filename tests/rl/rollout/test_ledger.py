@@ -272,6 +272,35 @@ def test_what_was_flushed_survives_a_kill(tmp_path: Path) -> None:
     assert max(row.step or 0 for row in read_rows(tmp_path / LEDGER) if row.state == "trained") >= finished
 
 
+KILLED_WRITER = """
+import os, signal, sys
+from pathlib import Path
+from rlmesh.rl.rollout.ledger import Ledger
+
+ledger = Ledger(Path(sys.argv[1]), {"batch_size": 2, "staleness": 0}, lambda: 0.0)
+ledger.note("first")
+ledger.flush()
+
+def work(connection):
+    connection.execute("PRAGMA cache_size = 1")  # so that changes are in the file before the commit
+    connection.executemany("INSERT INTO events VALUES (0, 0, ?, 0, ?)", [(n, "x" * 500) for n in range(1000)])
+    connection.execute("INSERT INTO slots (line, position, epoch, prompt, state) VALUES (0, 0, 0, 0, 'drawn')")
+    os.kill(os.getpid(), signal.SIGKILL)
+
+ledger._do(work)
+"""
+
+
+def test_a_commit_in_whose_middle_the_writer_was_killed_is_undone_for_readers(tmp_path: Path) -> None:
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    done = subprocess.run([sys.executable, "-c", KILLED_WRITER, str(tmp_path)], env=env, timeout=HANG_S)
+    assert done.returncode == -signal.SIGKILL and (tmp_path / f"{LEDGER}-journal").stat().st_size
+    assert list(read_rows(tmp_path / LEDGER)) == [] == faults_of(tmp_path / LEDGER)
+    with sqlite3.connect(tmp_path / LEDGER) as connection:
+        assert connection.execute("SELECT what FROM events").fetchall() == [("first",)]
+    connection.close()
+
+
 @pytest.mark.parametrize(
     ("change", "fault"),
     [
