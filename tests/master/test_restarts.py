@@ -94,6 +94,7 @@ def test_a_trainer_that_dies_runs_again(scope: Scope, tmp_path: Path) -> None:
     assert {m.incarnation for m in result.status.members if m.role == "ROLLOUT"} == {int(scope == "job")}
 
 
+@pytest.mark.slow
 def test_a_restarted_member_is_away_for_a_moment_only(tmp_path: Path, own_time: OwnTime) -> None:
     """What benchmarks/restarts.py measures, with room for busy machines: 0.3 s and 1.5 s are the goals."""
     program = Path(__file__).parents[2] / "benchmarks" / "restarts.py"
