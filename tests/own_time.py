@@ -119,7 +119,7 @@ def thread_counters(pid: int) -> list[tuple[str, tuple[int, int]]]:
         return []
     for task in tasks:
         path = f"/proc/{pid}/task/{task}/schedstat"
-        if text := _read(path):
+        if text := read_file(path):
             ran, waited, _ = text.split()
             found.append((path, (int(ran), int(waited))))
     return found
@@ -145,7 +145,7 @@ class Family:
         members = self._members & there | {self._root}
         strangers = self._strangers & there
         for pid in sorted(there - members - strangers):
-            if _parent(pid) in members or self._mark in _read(f"/proc/{pid}/environ"):
+            if _parent(pid) in members or self._mark in read_file(f"/proc/{pid}/environ"):
                 members |= {pid}
             else:
                 strangers |= {pid}
@@ -224,14 +224,18 @@ class OwnTime:
         return measured_s - Delays(looks).longest(measured_s, self._began)
 
 
-def _read(path: str) -> bytes:
+def read_file(path: str) -> bytes:
+    """All that a file below /proc holds; nothing if it cannot be read."""
     # The plain calls take a quarter of a Path's time.
     try:
         file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except OSError:
         return b""
     try:
-        return os.read(file, 1 << 16)
+        part = text = os.read(file, 1 << 16)
+        while len(part) == 1 << 16:
+            text += (part := os.read(file, 1 << 16))
+        return text
     except OSError:
         return b""
     finally:
@@ -239,7 +243,7 @@ def _read(path: str) -> bytes:
 
 
 def _parent(pid: int) -> int:
-    _, _, rest = _read(f"/proc/{pid}/stat").rpartition(b") ")
+    _, _, rest = read_file(f"/proc/{pid}/stat").rpartition(b") ")
     return int(rest.split()[1]) if rest else 0
 
 

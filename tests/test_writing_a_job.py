@@ -82,6 +82,7 @@ def test_members_of_the_bandit_that_die_cost_nothing_but_steps(folder: Path) -> 
     np.testing.assert_allclose(policies[1][1], policies[0][1], rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_the_pole_is_balanced(folder: Path) -> None:
     pytest.importorskip("gymnasium")
     (found,) = re.findall(r"mean return (\d+)", printed(folder, "poles.py"))
@@ -96,6 +97,7 @@ def test_its_tests_pass(bandit: ModuleType) -> None:
         getattr(tests, name)()
 
 
+@pytest.mark.slow
 def test_its_job_runs_in_a_loop_and_on_several_nodes(bandit: ModuleType, folder: Path) -> None:
     (snippet,) = re.findall(r"```python\n(async with .*?)```", PAGE.read_text(), re.DOTALL)
     body = "".join(f"    {line}\n" for line in snippet.replace("steps=30", "steps=2").splitlines())

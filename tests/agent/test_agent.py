@@ -173,7 +173,7 @@ async def test_a_daemon_of_a_dead_member_is_ended_and_reported(node: Node) -> No
     assert report.clean
 
 
-@pytest.mark.parametrize("how", ["kill", "exit"])
+@pytest.mark.parametrize("how", ["kill", pytest.param("exit", marks=pytest.mark.slow)])
 async def test_shared_memory_of_a_dead_member_goes_while_the_job_lives_on(node: Node, how: str) -> None:
     """Whatever the way; what others hold of it stays readable, and other members keep theirs."""
     first, second = await node.start("Echo", "ACTOR:0"), await node.start("Echo", "ACTOR:1")

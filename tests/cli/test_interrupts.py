@@ -64,7 +64,7 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize(("name", "code"), [("SIGINT", 130), ("SIGTERM", 143)])
+@pytest.mark.parametrize(("name", "code"), [("SIGINT", 130), pytest.param("SIGTERM", 143, marks=pytest.mark.slow)])
 def test_a_script_that_waits_for_a_started_job(name: str, code: int, tmp_path: Path) -> None:
     (tmp_path / "job.py").write_text(SCRIPT)
     process = started(["launch", "job.py", name], tmp_path)

@@ -126,7 +126,9 @@ class Other:
 
 
 @pytest.mark.case("b15")
-@pytest.mark.parametrize("way", ["script", "module", "launch", "launch module"])
+@pytest.mark.parametrize(
+    "way", ["script", *(pytest.param(way, marks=pytest.mark.slow) for way in ("module", "launch")), "launch module"]
+)
 def test_classes_of_the_program_are_the_same_everywhere(tmp_path: Path, way: str) -> None:
     (tmp_path / "pack").mkdir()
     (tmp_path / "pack" / "__init__.py").touch()
@@ -199,7 +201,7 @@ def test_workers_import_as_the_submitter_did(tmp_path: Path, way: str) -> None:
 
 
 @pytest.mark.case("b06")
-@pytest.mark.parametrize("launch", [False, True], ids=["python", "launch"])
+@pytest.mark.parametrize("launch", [pytest.param(False, marks=pytest.mark.slow), True], ids=["python", "launch"])
 def test_a_script_goes_to_another_folder_before_it_submits(tmp_path: Path, launch: bool) -> None:
     """Nothing else is special about it."""
     (tmp_path / "elsewhere").mkdir()
@@ -231,9 +233,16 @@ SUBMIT = "if __name__ == '__main__':\n    DLJobBuilder().role('TRAINER').run(T).
 
 
 @pytest.mark.case("n08")
-@pytest.mark.parametrize("launch", [False, True], ids=["python", "launch"])
-@pytest.mark.parametrize("name", ["mypkg.main", "mypkg.rel", "mypkg.viaroles", "mypkg"])
-def test_modules_are_programs(tmp_path: Path, name: str, launch: bool) -> None:
+@pytest.mark.parametrize(
+    ("name", "launch"),
+    [
+        # Each module one way and each way with two modules; the others are slow.
+        pytest.param(name, launch, marks=[pytest.mark.slow] * (launch == (place % 2 == 0)), id=f"{name}-{way}")
+        for place, name in enumerate(["mypkg.main", "mypkg.rel", "mypkg.viaroles", "mypkg"])
+        for launch, way in enumerate(["python", "launch"])
+    ],
+)
+def test_modules_are_programs(tmp_path: Path, name: str, launch: int) -> None:
     (tmp_path / "mypkg").mkdir()
     for file, text in PACKAGE.items():
         submits = file in ("main.py", "rel.py", "viaroles.py", "__main__.py")

@@ -88,7 +88,7 @@ def test_method_that_exits_is_named(tmp_path: Path) -> None:
     assert re.match(said, text), text
 
 
-@pytest.mark.parametrize("who", ["ADDER:1", "TRAINER"])
+@pytest.mark.parametrize("who", ["ADDER:1", pytest.param("TRAINER", marks=pytest.mark.slow)])
 def test_killed_member_fails_the_job_within_two_seconds(who: str, tmp_path: Path, own_time: OwnTime) -> None:
     with launch(tmp_path, "--sleep", "60") as job:
         pid = int(job.wait_for(rf"pid of {who} is (\d+)").group(1))

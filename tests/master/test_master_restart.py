@@ -75,7 +75,13 @@ def test_a_master_ends_with_an_agent_that_is_killed_together_with_its_guardian(
         assert [command for pid, command in below.items() if alive(pid)] == []
 
 
-@pytest.mark.parametrize("moment", ["toy started", "pid of ADDER:0", "step 9", "teardown of ADDER"])
+@pytest.mark.parametrize(
+    "moment",
+    [
+        "toy started", pytest.param("pid of ADDER:0", marks=pytest.mark.slow), "step 9",
+        pytest.param("teardown of ADDER", marks=pytest.mark.slow),
+    ],
+)  # fmt: skip
 def test_a_master_that_is_killed_at_any_stage_loses_no_step(moment: str, tmp_path: Path) -> None:
     with launch(tmp_path, "--steps", "10", "--pace", "0.01") as job:
         job.wait_for(moment)

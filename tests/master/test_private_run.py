@@ -246,7 +246,7 @@ def test_a_forged_journal_is_not_believed(whose: str, ended_run: Path, tmp_path:
 
 
 @pytest.mark.case("a03")
-@pytest.mark.parametrize("whose", ["mine", pytest.param("the stranger's", marks=as_root)])
+@pytest.mark.parametrize("whose", ["mine", pytest.param("the stranger's", marks=[as_root, pytest.mark.slow])])
 def test_a_replaced_state_of_a_running_job_ends_it_and_runs_nothing(
     whose: str, tmp_path: Path, own_time: OwnTime
 ) -> None:

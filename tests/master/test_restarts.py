@@ -30,7 +30,7 @@ def run(scenario: str, tmp_path: Path, **options: Any) -> tuple[dict[str, Any], 
 @pytest.mark.case("O19")
 def test_only_the_failed_member_restarts(tmp_path: Path, own_time: OwnTime) -> None:
     undisturbed, _ = run("twenty_steps", tmp_path, kill=False)
-    seen, result = run("twenty_steps", tmp_path, setup_s=4.0)
+    seen, result = run("twenty_steps", tmp_path, setup_s=2.5)
     assert seen["results"] == undisturbed["results"] and len(seen["results"]) == 20
     assert seen["pids_after"] == seen["pids"], "trainer and rollouts are the processes that they were"
     assert seen["reward_0"] == 0, "so is the other reward"
@@ -41,7 +41,7 @@ def test_only_the_failed_member_restarts(tmp_path: Path, own_time: OwnTime) -> N
     assert own_time.of(seen["told_s"]) < 1.0
     # What is asked meanwhile waits; what need not go there does not.
     assert seen["during"] == 49 and seen["sequence"] == [1, 4, 9, 16]
-    assert seen["back_s"] >= 4.0 and own_time.of(seen["back_s"]) < 7.0
+    assert seen["back_s"] >= 2.5 and own_time.of(seen["back_s"]) < 5.5
     assert seen["any"] == 9 and own_time.of(seen["any_s"]) < 2.0
     assert seen["impatient"] and seen["notes"] == ["sent while it was away"]
     incarnation, because = seen["because"]
@@ -94,6 +94,7 @@ def test_a_trainer_that_dies_runs_again(scope: Scope, tmp_path: Path) -> None:
     assert {m.incarnation for m in result.status.members if m.role == "ROLLOUT"} == {int(scope == "job")}
 
 
+@pytest.mark.slow
 def test_a_restarted_member_is_away_for_a_moment_only(tmp_path: Path, own_time: OwnTime) -> None:
     """What benchmarks/restarts.py measures, with room for busy machines: 0.3 s and 1.5 s are the goals."""
     program = Path(__file__).parents[2] / "benchmarks" / "restarts.py"

@@ -22,6 +22,13 @@ def test_a_second_job_in_the_same_run_directory_is_refused_before_it_starts(tmp_
         assert f"another job runs in {tmp_path}/run (started by pid {first.process.pid} at 2" in second.output
         assert f"rlmesh stop {tmp_path}/run" in second.output
         assert first.process.poll() is None
+
+
+@pytest.mark.slow
+def test_a_job_that_was_killed_holds_its_run_directory_no_more(tmp_path: Path) -> None:
+    words = ["-m", "rlmesh.cli.main", "launch", "--view", "plain", "--run-dir", "run", str(TOY), "--"]
+    with Launched([*words, "--sleep", "60"], tmp_path) as first:
+        first.wait_for("step 1")
         os.kill(first.process.pid, signal.SIGKILL)
         first.ended()
     with Launched(words, tmp_path) as third:

@@ -79,6 +79,7 @@ def check_usr1(folder: Path) -> None:
         running(job)
         job.process.send_signal(signal.SIGUSR1)
         assert job.ended() == 75, job.output
+        assert "starts at step 0, resume None" in job.output
         stops = re.findall(r"rank (\d) stops after step (\d+): SIGUSR1", job.output)
         assert sorted(rank for rank, _ in stops) == ["0", "1"], job.output
         assert len({step for _, step in stops}) == 1
@@ -93,7 +94,6 @@ def check_usr1(folder: Path) -> None:
 @pytest.mark.case("O11")
 def test_a_job_has_the_grace_that_it_was_given(tmp_path: Path, own_time: OwnTime) -> None:
     check_grace(tmp_path, own_time, needs_s=1.2, long_s=2.5, short_s=1.0)
-    check_usr1(tmp_path)
 
 
 @pytest.mark.slow
@@ -103,12 +103,9 @@ def test_a_job_has_a_grace_of_a_minute(tmp_path: Path, own_time: OwnTime) -> Non
     check_usr1(tmp_path)
 
 
+@pytest.mark.case("O11")
 def test_a_job_that_stopped_is_resumed_in_its_run_directory(tmp_path: Path) -> None:
-    with launch(tmp_path) as job:
-        running(job)
-        job.process.send_signal(signal.SIGUSR1)
-        assert job.ended() == 75, job.output
-        assert "starts at step 0, resume None" in job.output
+    check_usr1(tmp_path)
     step = states(tmp_path / "run")[0]
     with launch(tmp_path, job_options=("--steps", str(step + 5))) as job:
         assert job.ended() == 0, job.output

@@ -114,7 +114,13 @@ def test_a_mask_that_hides_the_device_is_told_and_frees(gpu: FakeBackend, tmp_pa
         until(lambda: gpu.allocated() == [])
 
 
-@pytest.mark.parametrize("moment", ["as soon as it was sent", "after it opened", "while it answers"])
+@pytest.mark.parametrize(
+    "moment",
+    [
+        pytest.param("as soon as it was sent", marks=pytest.mark.slow), "after it opened",
+        pytest.param("while it answers", marks=pytest.mark.slow),
+    ],
+)  # fmt: skip
 def test_a_receiver_is_killed(gpu: FakeBackend, tmp_path: Path, sockets: str, moment: str) -> None:
     """The sender frees its copy when the receiver is really gone."""
     with (

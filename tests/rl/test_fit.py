@@ -66,7 +66,9 @@ def model_of(folder: Path) -> Any:
     return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
 
 
-@pytest.mark.parametrize(("budget", "checkpointing"), [(400, False), (1200, False), (1200, True)])
+@pytest.mark.parametrize(
+    ("budget", "checkpointing"), [(400, False), pytest.param(1200, False, marks=pytest.mark.slow), (1200, True)]
+)
 def test_training_needs_what_is_predicted(folder: Path, budget: int, checkpointing: bool) -> None:
     prompts = 8 if budget < 1000 else 16
     run = run_of(folder, prompts=prompts, token_budget=budget, activation_checkpointing=checkpointing)

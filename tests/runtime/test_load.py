@@ -24,7 +24,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PROGRAM = [sys.executable, "-m", "tests.runtime.loaded"]
 
 
-@pytest.fixture(params=["unix", "zmq"])
+@pytest.fixture(params=["unix", pytest.param("zmq", marks=pytest.mark.slow)])
 def endpoint(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """Of a server in a process of its own."""
     monkeypatch.setenv(TRANSPORT_VARIABLE, request.param)

@@ -60,5 +60,6 @@ def test_mypy_infers_results_and_refuses_wrong_calls(mypy_errors: dict[str, set[
     assert mypy_errors == {"right.py": set(), "wrong.py": marked()}
 
 
+@pytest.mark.slow
 def test_pyright_infers_results_and_refuses_wrong_calls(pyright_errors: dict[str, set[int]]) -> None:
     assert pyright_errors == {"right.py": set(), "wrong.py": marked()}

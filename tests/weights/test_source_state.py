@@ -218,7 +218,7 @@ def test_a_source_that_restarts_while_it_is_asked(mesh: WeightMesh) -> None:
 # With processes.
 
 
-@pytest.mark.parametrize("restores", [False, True])
+@pytest.mark.parametrize("restores", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_a_killed_actor_takes_back_no_version_that_was_served(tmp_path: Path, restores: bool) -> None:
     """Its weights count its steps: the rollouts never serve fewer than they are said to."""
     out = tmp_path / "seen.json"

@@ -153,6 +153,7 @@ def test_turns_of_an_environment() -> None:
     assert stats.of_agents == [{"player_0": ("player_0", -1.0), "player_1": ("player_1", 1.0)}]
 
 
+@pytest.mark.slow
 def test_a_policy_learns_to_win_a_game_of_turns() -> None:
     """Against random moves, the first player wins always if it plays right."""
     with nim.trained() as algorithm:

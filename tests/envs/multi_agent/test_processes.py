@@ -67,7 +67,7 @@ class Forgetful(Scripted, EzPickle):
         Scripted.__init__(self, [ALTERNATING])
 
 
-@pytest.mark.parametrize("mode", ["local", "async"])
+@pytest.mark.parametrize("mode", ["local", pytest.param("async", marks=pytest.mark.slow)])
 def test_the_episodes_of_a_dead_runner_go_on(mode: str, caplog: pytest.LogCaptureFixture) -> None:
     with runner_of(lambda context: Scripted([ALTERNATING]), mode) as runner:
         runner.sample(5)

@@ -277,7 +277,7 @@ def test_memory_solves_the_task(kind: Any, model: dict[str, Any]) -> None:
     assert best_return(config_of(kind, model), 8000, 0.9) >= 0.9
 
 
-@pytest.mark.parametrize("kind", [SACConfig, TD3Config])
+@pytest.mark.parametrize("kind", [pytest.param(SACConfig, marks=pytest.mark.slow), TD3Config])
 def test_without_memory_the_task_stays_at_chance(kind: Any) -> None:
     """A constant answer gets 0 plus noise: a standard deviation of 1 / sqrt(100) = 0.1 in each evaluation."""
     config = config_of(kind, {"fcnet_hiddens": (32,)}, replay_buffer_config={"type": "ReplayBuffer"})

@@ -159,6 +159,7 @@ def test_a_part_that_was_altered_or_is_torn_is_refused_by_name(model: Path, save
     make(model, "ppo").here(run_dir=saved)  # goes on from step 4
 
 
+@pytest.mark.slow
 def test_a_checkpoint_counts_only_with_all_parts(model: Path, saved: Path, whole: Callable[[str], Path]) -> None:
     (checkpoint_folder(saved, 6) / "checkpoint.json").unlink()
     assert saved_step(saved) == 4
@@ -178,6 +179,7 @@ def test_a_run_that_is_complete_says_so(
         capsys.readouterr()
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_beyond_its_former_end(model: Path, saved: Path, whole: Callable[[str], Path]) -> None:
     make(model, "ppo", steps=7).here(run_dir=saved)
     make(model, "ppo").here(run_dir=saved)

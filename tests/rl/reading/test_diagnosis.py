@@ -27,12 +27,8 @@ from rlmesh.rl.trainers.run import Run
 from rlmesh.rl.trainers.settings import ActorSettings, RolloutSettings
 from tests.rl.checkpoints.runs import make
 from tests.rl.reading.slow_engines import job_of
+from tests.rl.reading.slow_scorer import slow
 from tests.rl.run_job import ROWS
-
-
-def slow(response: str) -> float:
-    time.sleep(0.015)
-    return response.count("a") / 4
 
 
 def diagnosed(run_dir: Path) -> Diagnosis:

@@ -41,7 +41,7 @@ def reports(run_dir: Path) -> dict[int, dict[str, float]]:
     return {line["step"]: line["metrics"] for line in lines if "reward_mean" in line["metrics"]}
 
 
-@pytest.mark.parametrize("pipeline", ["sync", "one-step-off"])
+@pytest.mark.parametrize("pipeline", [pytest.param("sync", marks=pytest.mark.slow), "one-step-off"])
 def test_a_run_that_breaks_off_goes_on_with_the_same_samples_and_weights(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pipeline: str
 ) -> None:
