@@ -20,6 +20,7 @@ def resident_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
+@pytest.mark.slow
 def test_an_engine_that_is_offloaded_into_a_file_takes_no_memory(tmp_path: Path) -> None:
     engine = checkpoint_writer.make(16 * MIB)
     checkpoint_writer.step(engine)

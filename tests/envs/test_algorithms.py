@@ -248,7 +248,7 @@ LEARNS: dict[str, Any] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", LEARNS)
+@pytest.mark.parametrize("name", [pytest.param(each, marks=[pytest.mark.slow] * (each == "multi")) for each in LEARNS])
 def test_ppo_learns_in_each_kind_of_space(name: str) -> None:
     env, training, iterations, goal = LEARNS[name]
     config = PPOConfig().environment(env).training(**training).debugging(seed=0).env_runners(num_envs=8)

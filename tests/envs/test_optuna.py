@@ -70,6 +70,7 @@ def test_a_study_goes_on_from_its_storage(optuna: Any, tmp_path: Path, monkeypat
     search.end()
 
 
+@pytest.mark.slow
 def test_values_stay_with_their_trials_after_several_interruptions(optuna: Any, tmp_path: Path) -> None:
     space = spaces.find({"lr": tune.loguniform(1e-4, 1e-1), "widths": tune.choice(["auto", (4,), (8,), iterations_in])})
 

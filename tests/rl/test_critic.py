@@ -265,7 +265,7 @@ def values_in_bfloat16(kind: str, adapter: bool) -> list[float]:
 
 
 @pytest.mark.parametrize("adapter", [False, True])
-@pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
+@pytest.mark.parametrize("kind", [pytest.param("ddp", marks=pytest.mark.slow), "fsdp2"])
 def test_values_of_a_critic_in_bfloat16_are_not_rounded_to_it(kind: str, adapter: bool) -> None:
     """In a process of its own, since torch keeps descriptors of a process group."""
     if adapter:

@@ -73,6 +73,7 @@ def test_ppo_learns_with_a_policy_for_each_agent() -> None:
     assert trained(convoy(ppo()), 9.0, 30) >= 9.0
 
 
+@pytest.mark.slow
 def test_dqn_learns_with_a_policy_for_each_agent() -> None:
     config = DQNConfig().training(
         gamma=0.5, num_steps_sampled_before_learning_starts=200, training_intensity=8,

@@ -127,6 +127,7 @@ def dqn() -> Any:
     return config.env_runners(rollout_fragment_length=1)
 
 
+@pytest.mark.slow
 def test_agents_remember_their_own_cues() -> None:
     assert trained(turns(ppo(), left=None, right=None), 1.9, 25) >= 1.9
 

@@ -109,6 +109,7 @@ def test_an_agent_that_leaves_without_a_flag_is_an_error() -> None:
         runner.sample(1)
 
 
+@pytest.mark.slow
 def test_one_policy_learns_for_all_lights() -> None:
     """9 is the largest return."""
     config = PPOConfig().environment(lambda context: Lights()).training(

@@ -111,7 +111,7 @@ def test_the_weights_of_sequences_are_those_of_their_steps() -> None:
         assert loss == pytest.approx((losses * each).mean(), rel=1e-5)
 
 
-@pytest.mark.parametrize("kind", [DQNConfig, SACConfig, TD3Config])
+@pytest.mark.parametrize("kind", [DQNConfig, pytest.param(SACConfig, marks=pytest.mark.slow), TD3Config])
 def test_priorities_of_sequences_follow_their_errors_and_are_in_the_checkpoint(kind: Any, tmp_path: Path) -> None:
     buffer = {"type": "PrioritizedSequenceReplayBuffer", "capacity": 4000, "replay_burn_in": 2, "eta": 0.8}
     config = kind().environment("CartPole-v1" if kind is DQNConfig else "Pendulum-v1").debugging(seed=0)
