@@ -226,9 +226,10 @@ if libc.mount(b"proc", b"/proc", b"proc", 0, b"hidepid=1"):
 os.setgroups([]), os.setgid(65534), os.setuid(65534)
 if os.access("/proc/1/status", os.R_OK):  # this kernel hides nothing
     sys.exit(77)
-child = subprocess.Popen(["sleep", "60"])
+child = subprocess.Popen(["sh", "-c", "echo; read line"], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+child.stdout.readline()  # a new program is hidden for a moment, even from its own user
 print([process.pid == child.pid for process in ownership.descendants(os.getpid())], ownership.handles(1, 15))
-child.kill()
+child.communicate()
 """
 
 
