@@ -109,18 +109,22 @@ def test_a_driver_that_is_killed_as_soon_as_it_has_written_leaves_no_folder(tmp_
     assert not (tmp_path / "sockets").exists() and shared_memory(job_id) == []
 
 
+def refused(call: str, error: str, command: list[str], line: bytes) -> subprocess.CompletedProcess[bytes]:
+    """Run a guardian in which a system call raises an error."""
+    code = (
+        "import fcntl, os, sys; from rlmesh.agent.processes.guardian import Guardian\n"
+        f"def refuse(*args): raise {error}\n"
+        f"{call} = refuse\n"
+        "sys.exit(Guardian(sys.argv[1:]).main())\n"
+    )
+    words = [sys.executable, "-c", code, *command[len(GUARDIAN) :]]
+    return subprocess.run(words, input=line, stdout=subprocess.PIPE, timeout=HANG_S)
+
+
 @pytest.mark.parametrize("size_bytes", [100, 200_000], ids=["fits", "does not"])
 def test_a_user_with_too_many_pipes_gets_small_ones(tmp_path: Path, job_id: str, size_bytes: int) -> None:
     command, line, fifo = guardian_run(tmp_path, job_id, "sys.exit(3)", more="x" * size_bytes)
-    code = (
-        "import fcntl, sys; from rlmesh.agent.processes.guardian import Guardian\n"
-        "def refuse(*args): raise PermissionError(1, 'Operation not permitted')\n"
-        "fcntl.fcntl = refuse\n"
-        "sys.exit(Guardian(sys.argv[1:]).main())\n"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code, *command[len(GUARDIAN) :]], input=line, stdout=subprocess.PIPE, timeout=HANG_S
-    )
+    done = refused("fcntl.fcntl", "PermissionError(1, 'Operation not permitted')", command, line)
     if size_bytes == 100:
         assert wait_gone(fifo.read_json().values(), 0) == [] and done.returncode == 3
     else:
@@ -130,15 +134,7 @@ def test_a_user_with_too_many_pipes_gets_small_ones(tmp_path: Path, job_id: str,
 
 def test_an_agent_that_cannot_be_forked_is_told(tmp_path: Path, job_id: str) -> None:
     command, line, fifo = guardian_run(tmp_path, job_id, "sys.exit(3)")
-    code = (
-        "import os, sys; from rlmesh.agent.processes.guardian import Guardian\n"
-        "def refuse(): raise BlockingIOError(11, 'Resource temporarily unavailable')\n"
-        "os.fork = refuse\n"
-        "sys.exit(Guardian(sys.argv[1:]).main())\n"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code, *command[len(GUARDIAN) :]], input=line, stdout=subprocess.PIPE, timeout=HANG_S
-    )
+    done = refused("os.fork", "BlockingIOError(11, 'Resource temporarily unavailable')", command, line)
     assert done.returncode == 1 and not (tmp_path / "sockets").exists()
     assert "the agent could not be started: BlockingIOError" in json.loads(done.stdout)["why"]
     fifo.close()

@@ -63,3 +63,23 @@ def test_the_new_one_is_there_and_the_old_one_is_not(
     with pytest.raises(OSError) as caught:
         checkpoint.put_in_place(tmp_path / "missing", old)
     assert caught.value.errno == errno.ENOENT and [path.name for path in tmp_path.iterdir()] == ["checkpoint"]
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, OSError])
+def test_the_old_one_goes_back_if_the_new_one_does_not_come(
+    error: type[BaseException], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    new, old = folders(tmp_path)
+    monkeypatch.setattr(checkpoint, "_exchange", lambda one, other: False)
+    rename = Path.rename
+
+    def interrupted(path: Path, target: Path) -> Path:
+        if path == new:
+            raise error
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", interrupted)
+    with pytest.raises(error):
+        checkpoint.put_in_place(new, old)
+    assert (old / "state").read_text() == "checkpoint"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint", "new"]

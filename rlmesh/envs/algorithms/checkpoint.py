@@ -64,14 +64,16 @@ def put_in_place(aside: Path, folder: Path) -> None:
         shutil.rmtree(aside)
     else:
         old = Path(tempfile.mkdtemp(prefix=f".{folder.name}-old-", dir=folder.parent))
-        folder.rename(old / "old")
         try:
+            folder.rename(old / "old")
             aside.rename(folder)
-        except OSError:
-            (old / "old").rename(folder)
+        except BaseException:  # also Ctrl-C
+            if not folder.exists():
+                (old / "old").rename(folder)
             raise
         finally:
-            shutil.rmtree(old)
+            if folder.exists():  # otherwise the old one is still in there
+                shutil.rmtree(old)
 
 
 def _exchange(one: Path, other: Path) -> bool:

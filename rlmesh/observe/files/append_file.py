@@ -45,8 +45,12 @@ class AppendFile:
         """
         if self._fd is None:
             self._fd = private_files.append_to(self.path)
-            if self._has_lines:
-                private_files.cut_torn_line(self._fd)
+            try:
+                if self._has_lines:
+                    private_files.cut_torn_line(self._fd)
+            except OSError:
+                self.close()  # so that the next append tries it again
+                raise
         written = os.write(self._fd, data)
         if written < len(data):
             os.ftruncate(self._fd, os.fstat(self._fd).st_size - written)

@@ -75,7 +75,7 @@ def as_mapping(config: Any, *, missing_ok: bool = False) -> dict[str, Any]:
             except OmegaConfBaseException as error:
                 raise UsageError(f"the configuration has a value that OmegaConf cannot give: {error}") from error
     if dataclasses.is_dataclass(config) and not isinstance(config, type):
-        return {one.name: getattr(config, one.name) for one in dataclasses.fields(config) if one.init}
+        return {one.name: getattr(config, one.name) for one in dataclasses.fields(config)}
     if not isinstance(config, Mapping):
         raise UsageError(f"a configuration is a mapping, an OmegaConf or a dataclass, got {type(config).__name__}")
     return {str(key): value for key, value in config.items()}
@@ -101,7 +101,9 @@ class _SettingsReader:
             if isinstance(inner, str):
                 inner = {"engine" if name == "rollout" else "name": inner}
             elif dataclasses.is_dataclass(inner) and not isinstance(inner, type):
-                inner = as_mapping(inner) | ({"name": type(inner)} if name == "algorithm" else {})
+                # What the object computed itself is no setting.
+                settings = {one.name: getattr(inner, one.name) for one in dataclasses.fields(inner) if one.init}
+                inner = settings | ({"name": type(inner)} if name == "algorithm" else {})
             elif inner is not None and not isinstance(inner, Mapping):
                 self.faults.append(f"{path.strip()}: {name} has no settings of its own")
                 return

@@ -173,6 +173,8 @@ def _rows_alone(causal: Any, change: Callable[[str], object]) -> Probe | None:
     """The probe by the model's own attention, which may have more than masks and a softmax."""
     try:
         return Probe.of(causal)
+    except torch.OutOfMemoryError:  # says nothing about the attention
+        raise
     except RuntimeError:
         # Flash attention does not compute float32, the dtype of weights in training. Every model has eager attention.
         change("eager")
