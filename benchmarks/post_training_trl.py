@@ -153,7 +153,7 @@ class TrlRun:
 
         run = self
 
-        class Watch(TrainerCallback):
+        class Watch(TrainerCallback):  # type: ignore[misc]
             def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
                 if logs and "loss" in logs:
                     run.seen.append(StepSeen(float(logs["loss"]), float(logs["grad_norm"])))

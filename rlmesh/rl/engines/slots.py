@@ -75,11 +75,11 @@ def cache_for(model: Any, cache: Any, graphs: DecodeGraphs | None = None) -> Bat
     return SlotCache(len(cache.layers), graphs) if plain and attention in ATTENTIONS else WholeCache()
 
 
-class _SlotLayer(DynamicLayer):
+class _SlotLayer(DynamicLayer):  # type: ignore[misc]
     """One layer's memory, ``[slots, heads, width, head]``; ``update`` writes one token per row at the row's end."""
 
     def __init__(self, owner: SlotCache) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         # A weak reference to the owner avoids a cycle, so the memory is freed together with the owner.
         self.owner: SlotCache = weakref.proxy(owner)
 
@@ -125,8 +125,8 @@ class SlotCache:
         # One transfer to the device for all layers.
         at, of = torch.tensor([list(slots), list(rows)], device=self._stacks[0].device)
         for mine, theirs in zip(self._layers, cache.layers, strict=True):
-            mine.keys[at, :, :width] = theirs.keys[of]  # type: ignore[index]
-            mine.values[at, :, :width] = theirs.values[of]  # type: ignore[index]
+            mine.keys[at, :, :width] = theirs.keys[of]
+            mine.values[at, :, :width] = theirs.values[of]
 
     def _reserve(self, slots: int, width: int, like: Sequence[Any]) -> None:
         """Allocate this many slots of this width, with the heads of ``like``."""
