@@ -155,6 +155,19 @@ def test_values_are_those_before_each_token(model: Any) -> None:
         assert value.item() == pytest.approx(alone.item(), abs=1e-9)
 
 
+@pytest.mark.parametrize("change", ["never prepared", "sdpa", "eager"])
+def test_a_model_without_the_attention_of_packs_is_refused(model: Any, change: str) -> None:
+    """Its own attention ignores the layout of the pack, and gives numbers that are wrong."""
+    if change != "never prepared":
+        prepare(model)
+        model.set_attn_implementation(change)
+    inputs = PackedInputs(pack(DRAWN.episodes, token_budget=1000).by_rank[0][0], "cpu")
+    with pytest.raises(UsageError, match=r"cannot compute packs with the attention '\w+': call .*prepare"):
+        packed_log_probs(model, inputs)
+    with pytest.raises(UsageError, match="cannot compute packs with the attention"):
+        packed_values(model.base_model, nn.Linear(32, 1).double(), inputs)
+
+
 def test_an_empty_pack_takes_part_with_gradients_of_zero(model: Any) -> None:
     prepare(model)
     empty = pack([], token_budget=10).by_rank[0][0]

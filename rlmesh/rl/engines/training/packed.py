@@ -181,6 +181,16 @@ def _rows_alone(causal: Any, change: Callable[[str], object]) -> Probe | None:
         return Probe.of(causal)
 
 
+def _require_prepared(model: nn.Module) -> None:
+    """Another attention ignores the layout of a pack: each token would see all others."""
+    attention = getattr(getattr(model, "config", None), "_attn_implementation", None)
+    if attention != NAME:
+        raise UsageError(
+            f"{type(model).__name__} cannot compute packs with the attention {attention!r}: call "
+            "rlmesh.rl.engines.training.packed.prepare(model) first, and leave the attention as that sets it"
+        )
+
+
 def packed_hidden(model: nn.Module, inputs: PackedInputs) -> Tensor:
     """The last hidden states ``[tokens, width]``, with gradient.
 
@@ -217,8 +227,12 @@ def packed_log_probs(
         model: a prepared causal language model.
         temperature: the temperature of sampling.
         chunk_tokens: tokens per tile of the head (:func:`rlmesh.rl.head.chunked_log_probs`).
+
+    Raises:
+        UsageError: the model is not prepared.
     """
     causal = base_model_of(model)
+    _require_prepared(causal)
     head = causal.get_output_embeddings()
     hidden = packed_hidden(causal.base_model, inputs)
     return chunked_log_probs(
@@ -237,7 +251,11 @@ def packed_values(model: nn.Module, head: nn.Module, inputs: PackedInputs) -> Te
     Args:
         model: the backbone of a prepared model.
         head: a module from ``[…, width]`` to ``[…, 1]``.
+
+    Raises:
+        UsageError: the model is not prepared.
     """
+    _require_prepared(model)
     values: Tensor = head(packed_hidden(model, inputs).index_select(0, inputs.sources)).squeeze(-1)
     return values.float() if values.dtype in (torch.float16, torch.bfloat16) else values
 
