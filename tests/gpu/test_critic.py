@@ -48,7 +48,8 @@ def trained(kind: str, adapter: bool, weights: str, device: str = "cuda") -> dic
     def loss(model: Any, part: Any) -> Any:
         return value_share(model(packed=part.inputs), part.columns, tokens=tokens, clip=None)
 
-    losses = [engine.train_step(PackedBatch(packs, columns[:-1], columns[-1]), loss).loss for _ in range(100)]
+    parts = PackedBatch(packs, columns[:-1], columns[-1], device)
+    losses = [engine.train_step(parts, loss).loss for _ in range(100)]
     after = [found.cpu() for found in engine.packed_values(packs)]
     engine.close()
     dist.destroy_process_group()
