@@ -53,7 +53,7 @@ __all__ = [
     "LeaseTimeout", "MailboxFull", "MalformedFrame", "MethodNotFound", "PayloadTooLarge", "PeerLost", "PlacementError",
     "PreflightError", "RLMeshError", "RemoteError", "RestartBudgetExhausted", "Restarting", "RoleNotFound",
     "ShuttingDown", "SlotGone", "SourceRestarted", "StaleIncarnation", "Unserializable", "UsageError",
-    "VersionMismatch", "WeightSyncError", "WeightsNotReady", "WireError", "WouldDeadlock",
+    "VersionMismatch", "WeightSyncError", "WeightsNotReady", "WireError", "WouldDeadlock", "import_fault", "is_absent",
 ]  # fmt: skip
 
 Executed = Literal["no", "maybe", "yes"]
@@ -440,3 +440,22 @@ class JobFailed(ExceptionGroup[Exception], RLMeshError):
     incident: str = ""
     node_lost: bool = False
     shown: bool = False
+
+
+def is_absent(package: str, error: Exception) -> bool:
+    """True if the import of a package failed since it is not installed, and not since something in it fails."""
+    return isinstance(error, ModuleNotFoundError) and error.name == package
+
+
+def import_fault(package: str, error: Exception, extra: str) -> str:
+    """Why a package cannot be imported, and what to do: it is not installed, or it is and its import fails.
+
+    Args:
+        package: the name of the package that was imported.
+        error: what the import raised.
+        extra: what ``pip install`` is given for the package, such as ``rlmesh[envs]``.
+    """
+    if is_absent(package, error):
+        return f"{package} is not installed: pip install '{extra}'"
+    found = f"{type(error).__name__}: {error}"
+    return f"{package} is installed, but its import fails ({found}): repair its installation, or remove it"

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from rlmesh import private_files
+from rlmesh.errors import import_fault, is_absent
 from rlmesh.job.status import MetricRecord
 from rlmesh.observe.files.metric_files import METRICS_FILE, read_records
 from rlmesh.observe.time_use import STEP_TIME, TimeUse, calls_to_roles
@@ -57,7 +58,7 @@ def draw_report(run_dir: Path) -> Path | None:
     """Draw ``<run_dir>/report.png``: reward, held-out accuracy, KL and the breakdown of the step time.
 
     Returns:
-        The path, or None if nothing was reported, matplotlib is not installed, or the disk failed: a
+        The path, or None if nothing was reported, matplotlib cannot be imported, or the disk failed: a
         picture is never a reason for a job to fail, so the reason is only logged.
     """
     records = list(read_records(run_dir / METRICS_FILE))
@@ -67,8 +68,9 @@ def draw_report(run_dir: Path) -> Path | None:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
         from matplotlib.layout_engine import ConstrainedLayoutEngine
-    except ImportError:
-        logger.info("no report was drawn: matplotlib is not installed; pip install 'rlmesh[report]'")
+    except Exception as error:  # a broken installation may raise anything
+        log = logger.info if is_absent("matplotlib", error) else logger.warning
+        log("no report was drawn: %s", import_fault("matplotlib", error, "rlmesh[report]"))
         return None
     layout = ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.12)
     figure = Figure(figsize=(12, 7.6), layout=layout, facecolor="white")

@@ -8,6 +8,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from rlmesh.errors import import_fault, is_absent
+
 __all__ = ["CURVES", "draw_curves"]
 
 logger = logging.getLogger(__name__)
@@ -33,7 +35,7 @@ def draw_curves(
         metric: a further metric.
 
     Returns:
-        The path; None if there is nothing to draw, or matplotlib is not installed (then the log has a line about it).
+        The path; None if there is nothing to draw, or matplotlib cannot be imported (then the log has a line about it).
     """
     panels = [*PANELS, *([("", metric)] if metric and metric not in dict(PANELS).values() else [])]
     curves = {name: {title: _points(rows, name) for title, rows in trials.items()} for _, name in panels}
@@ -43,8 +45,9 @@ def draw_curves(
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
-    except ImportError:
-        logger.info("no curves were drawn: matplotlib is not installed; pip install 'rlmesh[report]'")
+    except Exception as error:  # a broken installation may raise anything
+        log = logger.info if is_absent("matplotlib", error) else logger.warning
+        log("no curves were drawn: %s", import_fault("matplotlib", error, "rlmesh[report]"))
         return None
     figure = Figure(figsize=(6 * len(shown), 4), layout="constrained", facecolor="white")
     FigureCanvasAgg(figure)

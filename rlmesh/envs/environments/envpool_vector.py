@@ -9,7 +9,7 @@ from typing import Any
 
 from rlmesh.envs.environments.gym_vector import GymVector
 from rlmesh.envs.environments.registry import did_you_mean
-from rlmesh.errors import UsageError
+from rlmesh.errors import UsageError, import_fault
 
 __all__ = ["EnvPoolVector"]
 
@@ -28,7 +28,7 @@ class EnvPoolVector(GymVector):
         infos: collect infos.
 
     Raises:
-        UsageError: EnvPool is not installed, or has no such id.
+        UsageError: EnvPool is not installed, its import fails, or it has no such id.
     """
 
     def __init__(
@@ -37,8 +37,9 @@ class EnvPoolVector(GymVector):
     ) -> None:  # fmt: skip
         try:
             envpool: Any = import_module("envpool")
-        except ModuleNotFoundError as error:
-            raise UsageError(f"vectorize_mode='envpool' needs rlmesh[envpool] to be installed ({error})") from None
+        except Exception as error:  # a broken installation may raise anything
+            fault = import_fault("envpool", error, "rlmesh[envpool]")
+            raise UsageError(f"vectorize_mode='envpool': {fault}") from error
         known = envpool.list_all_envs()
         if env_id not in known:
             raise UsageError(f"EnvPool has no environment {env_id!r}.{did_you_mean(env_id, known, listed=False)}")

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import difflib
-import importlib.util
 import inspect
 import re
 from collections.abc import Callable, Iterable, Mapping
 from importlib import import_module
 from typing import Any
 
-from rlmesh.errors import UsageError
+from rlmesh.errors import UsageError, import_fault, is_absent
 
 __all__ = ["EnvContext", "EnvCreator", "did_you_mean", "env_creator_of", "register_env", "unregister_env"]
 
@@ -95,7 +94,8 @@ class _GymnasiumId:
         import gymnasium
 
         self.register()
-        if self.env_id not in gymnasium.registry and _is_of_envpool(self.env_id):
+        # The module of an id such as "module:Maze-v0" registers the id when Gymnasium makes the environment.
+        if ":" not in self.env_id and self.env_id not in gymnasium.registry and _is_of_envpool(self.env_id):
             raise UsageError(f"{self.env_id!r} is an environment of EnvPool: set env_runners(vectorize_mode='envpool')")
         return gymnasium.make(self.env_id, **{"disable_env_checker": True, **context})
 
@@ -103,7 +103,7 @@ class _GymnasiumId:
         """Let the package of this id register it, in this process.
 
         Raises:
-            UsageError: the package is not installed.
+            UsageError: the package is not installed, or its import fails.
         """
         import gymnasium
 
@@ -112,8 +112,8 @@ class _GymnasiumId:
             return
         try:
             gymnasium.register_envs(import_module(module))
-        except ModuleNotFoundError as error:
-            raise UsageError(f"the environment {self.env_id!r} needs {install} to be installed ({error})") from None
+        except Exception as error:  # a broken installation may raise anything
+            raise UsageError(f"the environment {self.env_id!r}: {import_fault(module, error, install)}") from error
 
 
 class _OfClass:
@@ -157,7 +157,7 @@ def _require_id(env_id: str) -> None:
     try:
         gymnasium.spec(env_id)
     except (gymnasium.error.Error, ModuleNotFoundError) as error:
-        if _is_of_envpool(env_id):
+        if ":" not in env_id and _is_of_envpool(env_id):
             return
         known = [*_REGISTERED, *map(str, gymnasium.registry)]
         hint = did_you_mean(env_id, known, listed=False)
@@ -167,13 +167,20 @@ def _require_id(env_id: str) -> None:
 
 
 def _is_of_envpool(env_id: str) -> bool:
-    """True if EnvPool is there and has this id; an installation that is broken has none."""
-    if importlib.util.find_spec("envpool") is None:
-        return False
+    """True if EnvPool is there and has this id, which Gymnasium does not know.
+
+    Raises:
+        UsageError: EnvPool is installed, but cannot be imported, so that nobody knows whether it has the id.
+    """
     try:
         return env_id in import_module("envpool").list_all_envs()
-    except Exception:
-        return False
+    except Exception as error:  # a broken installation may raise anything
+        if is_absent("envpool", error):
+            return False
+        raise UsageError(
+            f"neither register_env nor Gymnasium knows the environment {env_id!r}, and EnvPool cannot be asked: "
+            + import_fault("envpool", error, "rlmesh[envpool]")
+        ) from error
 
 
 def did_you_mean(name: str, valid: Iterable[str], *, listed: bool = True) -> str:

@@ -14,7 +14,7 @@ from rlmesh.envs.batches import columns
 from rlmesh.envs.batches.sample_batch import SampleBatch
 from rlmesh.envs.offline.batch_files import read_batch
 from rlmesh.envs.offline.recorded_steps import RecordedPart
-from rlmesh.errors import UsageError
+from rlmesh.errors import UsageError, import_fault
 
 if TYPE_CHECKING:
     from rlmesh.envs.environments.observations import ObservationRows
@@ -38,8 +38,8 @@ def source_problem(given: Any) -> str | None:
         if str(source).startswith(MINARI):
             try:
                 import minari as minari
-            except ImportError:
-                return f"input_={str(source)!r}: Minari is not installed; pip install 'rlmesh[minari]'"
+            except Exception as error:  # a broken installation may raise anything
+                return f"input_={str(source)!r}: {import_fault('minari', error, 'rlmesh[minari]')}"
             continue
         try:
             files_of(source)

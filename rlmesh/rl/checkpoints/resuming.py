@@ -31,6 +31,7 @@ class TrainerCheckpoints:
         objects: function that returns the trainer's objects by name; those that are `Stateful` belong to a checkpoint.
         position: function from the number of finished steps to the position in the data.
         tell: prints a text for people.
+        prompts_rounded_down: of a `Mixture`: see there.
 
     Attributes:
         lost: the number of reported steps that restarts have undone.
@@ -45,11 +46,13 @@ class TrainerCheckpoints:
         objects: Callable[[], Mapping[str, Any]],
         position: Callable[[int], Mapping[str, int]],
         tell: Callable[[str], None],
+        prompts_rounded_down: int | None = None,
     ) -> None:
         self.run, self.run_dir, self.lost = run, run_dir, 0
         self.store = CheckpointStore(run_dir, keep_last=run.keep_last, keep_best=run.keep_best)
         self.writer = CheckpointWriter(self.store, roles, current_worker(), tell)
         self._objects, self._position, self._tell = objects, position, tell
+        self._rounded_down = prompts_rounded_down
         self._first = encoded(self._state({}))
         self._settings = described(run)
         self._compared = self._disk_told = self._best_told = False
@@ -78,13 +81,25 @@ class TrainerCheckpoints:
         require_resumable(self.run, checkpoint, self._settings)
         now = self._position(checkpoint.step)
         if dict(checkpoint.position) != dict(now):
-            raise UsageError(
-                f"{checkpoint.folder} was written with {checkpoint.position['prompts']} prompts that are not too long, "
-                f"and now there are {now['prompts']}: the tokenizer or its chat template is another one"
-            )
+            raise UsageError(self._other_prompts(checkpoint, now["prompts"]))
         if text := changes(checkpoint.settings, self._settings, checkpoint.step):
             self._tell(text)
         self._compared = True
+
+    def _other_prompts(self, checkpoint: RunCheckpoint, now: int) -> str:
+        """Why a checkpoint of the same data and settings was written with another number of prompts, and what to do."""
+        before = checkpoint.position["prompts"]
+        new_run = f"begin a new run with the weights: restore={str(checkpoint.folder)!r}"
+        if before == self._rounded_down:
+            return (
+                f"{checkpoint.folder} was written by an earlier version of rlmesh, which rounded parts of a mixture "
+                f"down: an epoch had {before} prompts, and now it has {now}, so a step would take prompts that earlier "
+                f"steps have used, or leave some out. Go on with the version that wrote it, or {new_run}"
+            )
+        return (
+            f"{checkpoint.folder} was written with {before} prompts that are not too long, and now there are {now}: "
+            f"the tokenizer or its chat template is another one. Go on with the earlier one, or {new_run}"
+        )
 
     def restore(self, step: int) -> dict[str, float]:
         """Restore the trainer's objects to their state after a step, to which all roles have returned.

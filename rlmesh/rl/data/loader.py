@@ -122,6 +122,7 @@ class Mixture:
 
     Attributes:
         counts: rows read, left out and left, of all data sets together.
+        prompts_rounded_down: the number of prompts of an epoch in earlier versions, which rounded the parts down.
 
     Raises:
         UsageError: there is no data set, there is not one positive weight for each, or a weight gives its set less than
@@ -147,6 +148,7 @@ class Mixture:
         self._data, self._seed = list(data), seed
         self._parts = [int(part + 0.5) for part in parts]
         self._ends = list(accumulate(self._parts))
+        self.prompts_rounded_down = sum(int(part + 1e-9) for part in parts)
         each = [counts for one in data if isinstance(counts := getattr(one, "counts", None), Counts)]
         self.counts = Counts(*(sum(getattr(one, field.name) for one in each) for field in fields(Counts)))
 

@@ -8,6 +8,7 @@ one tile exist at a time, in the forward pass and in the backward pass, which co
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
@@ -17,9 +18,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from rlmesh.errors import import_fault, is_absent
 from rlmesh.rl.masking import keep, require_mask
 
 __all__ = ["CHUNK_TOKENS", "TokenTerms", "chunked_log_probs", "entropy", "tile_columns", "token_log_probs"]
+
+logger = logging.getLogger(__name__)
 
 CHUNK_TOKENS = 8192
 """Default number of tokens of one tile."""
@@ -312,7 +316,9 @@ def _kernels_for(logits: Tensor) -> Any:
 def _kernels() -> Any:
     try:
         return import_module("rlmesh.rl.head.cuda_kernels")
-    except ImportError:  # Triton is missing: torch was built without it
+    except ImportError as error:
+        if not is_absent("triton", error):  # torch may be built without it
+            logger.warning("the head computes without its kernels: %s", import_fault("triton", error, "triton"))
         return None
 
 

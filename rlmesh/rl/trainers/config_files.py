@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rlmesh.errors import UsageError
+from rlmesh.errors import UsageError, import_fault
 from rlmesh.rl.faults import similar_path
 from rlmesh.rl.trainers.config_reader import read_run
 from rlmesh.rl.trainers.run import Run
@@ -84,8 +84,9 @@ def _yaml(path: Path) -> Any:
     # OmegaConf reads 1e-6 as a number (YAML 1.1 reads a text), and refuses a key that occurs twice.
     try:
         from omegaconf import DictConfig, OmegaConf
-    except ImportError as error:
-        raise UsageError(f"{path}: YAML needs OmegaConf: pip install 'rlmesh[config]', or write JSON") from error
+    except Exception as error:  # a broken installation may raise anything
+        fault = import_fault("omegaconf", error, "rlmesh[config]")
+        raise UsageError(f"{path}: YAML needs OmegaConf: {fault}. Or write JSON") from error
     try:
         found = OmegaConf.load(path)
     except Exception as error:  # errors of PyYAML, of OmegaConf and of the file

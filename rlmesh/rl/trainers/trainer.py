@@ -78,6 +78,7 @@ class Trainer:
         self.checkpoints = TrainerCheckpoints(
             self.settings, self.run_dir, roles=self.parts,
             objects=self.stateful, position=self.loader.position, tell=self.tell,
+            prompts_rounded_down=getattr(self.loader.data, "prompts_rounded_down", None),
         )  # fmt: skip
         keep_objects(seldom=True)
 

@@ -334,17 +334,52 @@ def test_an_object_without_its_state_is_refused(model: Path, saved: Path) -> Non
         make(model, "ppo").here(run_dir=saved)
 
 
-def test_another_tokenizer_is_refused(model: Path, saved: Path) -> None:
-    folder = checkpoint_folder(saved, 6)
-    path = folder / "checkpoint.json"
-    fields = json.loads(path.read_text())
+def _write_prompts(run_dir: Path, step: int, prompts: int) -> None:
+    """Change the number of prompts that a checkpoint was written with."""
     from rlmesh.rl.checkpoints.store import _digest
 
+    path = checkpoint_folder(run_dir, step) / "checkpoint.json"
+    fields = json.loads(path.read_text())
     del fields["sha256"]
-    fields["position"]["prompts"] = 31
+    fields["position"]["prompts"] = prompts
     path.write_text(json.dumps(fields | {"sha256": _digest(fields)}))
-    with pytest.raises(UsageError, match="was written with 31 prompts that are not too long, and now there are 30"):
+
+
+def test_another_tokenizer_is_refused(model: Path, saved: Path) -> None:
+    _write_prompts(saved, 6, 31)
+    with pytest.raises(
+        UsageError, match="was written with 31 prompts that are not too long, and now there are 30"
+    ) as e:
         make(model, "ppo").here(run_dir=saved)
+    folder = checkpoint_folder(saved, 6)
+    assert str(e.value).endswith(
+        "the tokenizer or its chat template is another one. Go on with the earlier one, or begin a new run with the "
+        f"weights: restore={str(folder)!r}"
+    )
+
+
+def test_a_mixture_whose_parts_were_rounded_down_is_refused_as_what_it_is(model: Path, tmp_path: Path) -> None:
+    """Earlier versions made an epoch of 10 + 3 prompts of these weights; now it has 10 + 4."""
+    data = {}
+    for name, rows, weight in (("few", PROMPTS[:10], 1.0), ("many", PROMPTS[10:], 0.36)):
+        path = tmp_path / f"{name}.jsonl"
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        data[str(path)] = weight
+    run_dir = tmp_path / "run"
+    make(model, data=data, steps=2).here(run_dir=run_dir)
+    folder = checkpoint_folder(run_dir, 2)
+    assert read_checkpoint(folder).position["prompts"] == 14
+    _write_prompts(run_dir, 2, 13)
+    with pytest.raises(UsageError) as raised:
+        make(model, data=data, steps=4).here(run_dir=run_dir)
+    assert str(raised.value) == (
+        f"{folder} was written by an earlier version of rlmesh, which rounded parts of a mixture down: an epoch had "
+        "13 prompts, and now it has 14, so a step would take prompts that earlier steps have used, or leave some out. "
+        f"Go on with the version that wrote it, or begin a new run with the weights: restore={str(folder)!r}"
+    )
+    _write_prompts(run_dir, 2, 12)
+    with pytest.raises(UsageError, match=r"12 prompts .* now there are 14: the tokenizer or its chat template"):
+        make(model, data=data, steps=4).here(run_dir=run_dir)
 
 
 def test_other_engines_and_ranks_are_no_change_of_the_training(model: Path) -> None:

@@ -6,11 +6,15 @@ They are faster on a GPU and keep fewer activations (Hsu et al. 2024, arXiv:2410
 
 from __future__ import annotations
 
+import logging
+
 from torch import nn
 
-from rlmesh.errors import UsageError
+from rlmesh.errors import UsageError, import_fault, is_absent
 
 __all__ = ["use_liger_layers"]
+
+logger = logging.getLogger(__name__)
 
 
 def use_liger_layers(model: nn.Module, wanted: bool | None) -> bool:
@@ -24,7 +28,8 @@ def use_liger_layers(model: nn.Module, wanted: bool | None) -> bool:
         True if the layers were replaced.
 
     Raises:
-        UsageError: ``wanted`` is True, and the device is no GPU, Liger is not installed, or it does not know the model.
+        UsageError: ``wanted`` is True, and the device is no GPU, Liger cannot be imported, or it does not know the
+            model.
     """
     if wanted is False:
         return False
@@ -46,8 +51,11 @@ def _missing(model: nn.Module) -> str:
         return f"Liger's kernels need a GPU, and the model is on the {device}"
     try:
         from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN as KNOWN
-    except ImportError:
-        return "Liger is not installed (pip install liger-kernel)"
+    except Exception as error:  # a broken installation may raise anything
+        fault = import_fault("liger_kernel", error, "liger-kernel")
+        if not is_absent("liger_kernel", error):
+            logger.warning("Liger is not used: %s", fault)
+        return fault
     inner = _transformers_model(model)
     kind = getattr(getattr(inner, "config", None), "model_type", type(model).__name__)
     return "" if kind in KNOWN else f"Liger has no layers for {kind}"
