@@ -17,9 +17,12 @@ from __future__ import annotations
 import errno
 import os
 import stat
-import time
 
 TYPE_CHECKING = False
+if TYPE_CHECKING or __package__:
+    from rlmesh.drafts import draft_beside, remove_drafts
+else:  # in the guardian, which loads this file from its folder
+    from drafts import draft_beside, remove_drafts
 if TYPE_CHECKING:
     from pathlib import Path
 
@@ -342,9 +345,8 @@ def write_whole(path: StrPath, data: bytes | str, *, secret: bool = False, durab
         OSError: the file cannot be written; the old file is unchanged.
     """
     path = os.fspath(path)
-    where, name = os.path.split(path)
     content = data.encode("utf-8", "backslashreplace") if isinstance(data, str) else data
-    draft = os.path.join(where, f".{name}.{os.getpid()}-{time.monotonic_ns()}")
+    draft = draft_beside(path)
     fd = open_file(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, secret=secret)
     try:
         try:
@@ -362,6 +364,7 @@ def write_whole(path: StrPath, data: bytes | str, *, secret: bool = False, durab
         except OSError:
             pass
         raise
+    remove_drafts(path)
 
 
 def hold(path: StrPath) -> int:

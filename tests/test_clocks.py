@@ -21,6 +21,7 @@ READ_FOR = {
     "rlmesh/master/state/store.py": "says to people when a store was made, and names one that was put aside",
     "rlmesh/rendezvous/server.py": "compares the wall clocks of nodes, which is what is asked",
     "rlmesh/rendezvous/preflight.py": "compares the wall clocks of nodes, which is what is asked",
+    "rlmesh/drafts.py": "finds drafts of other hosts that have not changed for an hour by the file system's clock",
     "rlmesh/agent/machine_checks.py": "says whether the wall clock is set",
     "rlmesh/rl/rollout/endpoint/openai_answers.py": "says when an answer was made, as OpenAI's endpoint does",
     "rlmesh/observe/files/tensorboard.py": "names a file, as TensorBoard does",

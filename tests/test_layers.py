@@ -18,7 +18,7 @@ LIBRARY = ROOT / "rlmesh"
 LAUNCHER = ROOT / "launcher" / "rlmesh_launcher"
 
 LAYERS = (
-    ("rlmesh.errors", "rlmesh.private_files", "rlmesh.sqlite_files"),
+    ("rlmesh.drafts", "rlmesh.errors", "rlmesh.private_files", "rlmesh.sqlite_files"),
     ("rlmesh.memory",),
     ("rlmesh.wire",),
     ("rlmesh.runtime",),
@@ -209,7 +209,7 @@ def test_the_layers_for_training_use_public_names_only(layer: str) -> None:
         if within(each.module, (layer,))
         and within(each.imports, ("rlmesh", "rlmesh_launcher"))
         and not within(each.imports, (layer,))
-        and each.imports not in ("rlmesh", "rlmesh.errors", "rlmesh.private_files", "rlmesh.sqlite_files")
+        and each.imports not in ("rlmesh", *LAYERS[0])
     ]
     assert wrong == []
 
@@ -239,11 +239,11 @@ def test_the_guardian_needs_the_standard_library_only() -> None:
     """It runs as ``python -I -S``, without site-packages, and must start within milliseconds."""
     its_own = (
         "rlmesh.agent.processes.guardian", "rlmesh.agent.processes.ownership", "rlmesh.agent.processes.control_groups",
-        "rlmesh.agent.processes.stopped", "rlmesh.private_files",
+        "rlmesh.agent.processes.stopped", "rlmesh.private_files", "rlmesh.drafts",
     )  # fmt: skip
     top = [each for each in imports() if each.module in its_own and each.at_top and not each.typing_only]
     assert top
-    neighbours = {"ownership", "control_groups", "private_files", "stopped"}  # so a script finds them
+    neighbours = {"ownership", "control_groups", "private_files", "drafts", "stopped"}  # so a script finds them
     allowed = {*sys.stdlib_module_names, *neighbours}
     wrong = [e for e in top if e.imports not in its_own and e.imports.partition(".")[0] not in allowed]
     assert [str(each) for each in wrong] == []

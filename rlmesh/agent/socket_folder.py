@@ -11,6 +11,7 @@ import logging
 import os
 from pathlib import Path
 
+from rlmesh import private_files
 from rlmesh.agent.protocol import AgentConfig
 from rlmesh.runtime.transport.base import make_again
 
@@ -63,8 +64,5 @@ class SocketFolder:
             self._reported = True
 
     def _write(self, path: Path, content: bytes) -> None:
-        draft = path.with_name(f".{path.name}.{os.getpid()}")
-        with open(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600), "wb") as file:
-            file.write(content)
-        draft.rename(path)
+        private_files.write_whole(path, content, secret=True, durable=False)
         logger.warning("%s was removed, perhaps by a cleaner of temporary files, and is restored", path)

@@ -7,10 +7,10 @@ import errno
 import logging
 import os
 import shutil
-import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from rlmesh.drafts import draft_beside, remove_drafts
 from rlmesh.envs.algorithms.algorithm_config import AlgorithmConfig
 from rlmesh.envs.batches.tensors import arrays_of_tree, tensors_of_tree
 from rlmesh.errors import UsageError
@@ -34,7 +34,7 @@ def save(algorithm: Algorithm, folder: Path) -> str:
 
     folder = folder.absolute()
     folder.parent.mkdir(parents=True, exist_ok=True)
-    aside = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+    aside = _draft_folder(folder)
     try:
         state = {"format": FORMAT, "algorithm": type(algorithm).__name__, **algorithm.get_state()}
         torch.save(tensors_of_tree(state), aside / STATE)
@@ -49,7 +49,14 @@ def save(algorithm: Algorithm, folder: Path) -> str:
     except BaseException:
         shutil.rmtree(aside, ignore_errors=True)
         raise
+    remove_drafts(folder)
     return str(folder)
+
+
+def _draft_folder(folder: Path) -> Path:
+    draft = Path(draft_beside(folder))
+    draft.mkdir(mode=0o700)
+    return draft
 
 
 def put_in_place(aside: Path, folder: Path) -> None:
@@ -63,7 +70,7 @@ def put_in_place(aside: Path, folder: Path) -> None:
     elif _exchange(aside, folder):
         shutil.rmtree(aside)
     else:
-        old = Path(tempfile.mkdtemp(prefix=f".{folder.name}-old-", dir=folder.parent))
+        old = _draft_folder(folder)
         try:
             folder.rename(old / "old")
             aside.rename(folder)

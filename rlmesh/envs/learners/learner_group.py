@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
+from rlmesh.drafts import Draft
 from rlmesh.envs.batches.multi_agent_batch import MultiAgentBatch
 from rlmesh.envs.batches.sample_batch import SampleBatch
 from rlmesh.envs.modules.policy import Policy
@@ -144,9 +144,8 @@ class LearnerGroup:
         from rlmesh.envs.batches.tensors import tensors_of_tree
 
         path = Path(path)
-        aside = path.with_name(f".{path.name}.{os.getpid()}")
-        torch.save({"format": FORMAT, "learners": tensors_of_tree(self.get_state())}, aside)
-        aside.replace(path)
+        with Draft(path) as file:
+            torch.save({"format": FORMAT, "learners": tensors_of_tree(self.get_state())}, file)
         return str(path)
 
     save_to_path = save

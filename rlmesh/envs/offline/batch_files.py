@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from rlmesh.drafts import Draft
 from rlmesh.envs.batches.sample_batch import SampleBatch, Tree
 from rlmesh.errors import UsageError
 
@@ -32,10 +32,9 @@ def write_batch(path: str | Path, batch: SampleBatch) -> str:
         raise UsageError(f"write_batch: a file of a batch ends with .npz, not {path.name!r}")
     arrays = {name: leaf for column in batch for name, leaf in _named(column, batch[column]) if leaf.dtype != object}
     path.parent.mkdir(parents=True, exist_ok=True)
-    aside = path.with_name(f".{os.getpid()}.{path.name}")
     named: dict[str, Any] = {FORMAT_NAME: np.array(FORMAT), **arrays}
-    np.savez_compressed(aside, **named)
-    aside.replace(path)
+    with Draft(path) as file:
+        np.savez_compressed(file, **named)
     return str(path)
 
 

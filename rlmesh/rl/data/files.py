@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from rlmesh.drafts import Draft
 from rlmesh.errors import UsageError
 from rlmesh.rl.faults import similar_path
 
@@ -73,12 +74,8 @@ def write_parquet(rows: Iterable[Row], path: Path) -> int:
     if not listed:
         raise UsageError(f"nothing to write to {path}: no row is left")
     path.parent.mkdir(parents=True, exist_ok=True)
-    aside = path.with_name(f".{path.name}.tmp")
-    try:
-        pq.write_table(pa.Table.from_pylist(listed), aside)
-        aside.replace(path)
-    finally:
-        aside.unlink(missing_ok=True)
+    with Draft(path) as file:
+        pq.write_table(pa.Table.from_pylist(listed), file)
     return len(listed)
 
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import shutil
-import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from rlmesh.drafts import draft_beside, remove_drafts
 from rlmesh.errors import UsageError
 from rlmesh.rl.checkpoints.store import FILE, read_checkpoint
 from rlmesh.rl.evaluation.evaluate import of_run_directory
@@ -54,11 +54,17 @@ def export(source: str | Path, folder: str | Path, *, step: int | None = None) -
 
 def _copied(model: Path, folder: Path, steps: int) -> int:
     folder.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent) as aside:
-        copy = shutil.copytree(model, Path(aside) / folder.name)
+    draft = Path(draft_beside(folder))
+    try:
+        draft.mkdir(mode=0o700)  # others read nothing of it before it has the model's own mode
+        shutil.copytree(model, draft, dirs_exist_ok=True)
         if folder.exists():
             folder.rmdir()
-        copy.replace(folder)
+        draft.replace(folder)
+    except BaseException:
+        shutil.rmtree(draft, ignore_errors=True)
+        raise
+    remove_drafts(folder)
     return steps
 
 
