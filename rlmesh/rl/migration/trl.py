@@ -231,7 +231,7 @@ def _vllm(c: Conversion) -> None:
     c.set("rollout.engine", "vllm", "use_vllm")
     c.move("vllm_gpu_memory_utilization", "rollout.options.gpu_memory_utilization", 0.3)
     c.move("vllm_max_model_length", "rollout.options.max_model_len")
-    c.leave("vllm_tensor_parallel_size", "an engine has one device: it must hold the whole model", unless=1)
+    c.leave("vllm_tensor_parallel_size", "an engine of a run has one device, which must hold the whole model", unless=1)
     if not c.get("vllm_importance_sampling_correction", True):
         return
     mode = str(c.get("vllm_importance_sampling_mode", "sequence_mask"))

@@ -322,7 +322,8 @@ def _sampling(c: Conversion) -> None:
         c.leave(f"{ROLLOUT}.{key}", f"rollout.options={{{key}: …}} gives it to vLLM", unless=True)
     for key in c.starting(f"{ROLLOUT}.engine_kwargs."):
         c.leave(key, f"rollout.options={{{key.rpartition('.')[2]}: …}} gives it to the engine", unless=({}, None))
-    c.leave(f"{ROLLOUT}.tensor_model_parallel_size", "an engine has one device: it must hold the whole model", unless=1)
+    one_device = "an engine of a run has one device, which must hold the whole model"
+    c.leave(f"{ROLLOUT}.tensor_model_parallel_size", one_device, unless=1)
     for key in ("data_parallel_size", "expert_parallel_size", "pipeline_model_parallel_size"):
         c.leave(f"{ROLLOUT}.{key}", "rollout.engines is the number of engines, each on one device", unless=1)
     c.leave(f"{ROLLOUT}.ignore_eos", "a response ends with the model's end token", unless=False)

@@ -212,7 +212,7 @@ def _sampling(figures: _Figures, parts: Parts, run: Run | None) -> Advice:
 
 def _scoring(figures: _Figures, parts: Parts, run: Run | None) -> Advice:
     whole, waits = sum(parts.values()), parts["scoring"]
-    waited = f"the trainer waits {_seconds(waits)} of {_seconds(whole)} for rewards, when all responses are there"
+    waited = f"the trainer waits {_seconds(waits)} of {_seconds(whole)} for rewards alone: all responses are sampled"
     if run is None:
         return Advice("reward_workers", "more", waited)
     named = [one for one in run.scored if getattr(one, "inline", False)]
@@ -226,15 +226,19 @@ def _scoring(figures: _Figures, parts: Parts, run: Run | None) -> Advice:
     if models:
         members = models[0].members
         wanted = min(max(members + 1, math.ceil(members * waits / (0.1 * whole))), GROWTH * members)
-        return Advice("RewardModel(members)", str(wanted), f"{waited}; {models[0].name} has {members} members")
+        has = _count(members, "member", "members")
+        return Advice("RewardModel(members)", str(wanted), f"{waited}; {models[0].name} has {has}")
     if all(getattr(one, "is_async", False) for one in run.scored):
         return Advice("the reward", "faster", f"{waited}; its async functions run all at once already")
-    workers = run.reward_workers
+    workers, names = run.reward_workers, ", ".join(repr(one.name) for one in run.scored)
+    score = (
+        f"{_count(workers, 'process computes', 'processes compute')} the reward{'s' * (len(run.scored) > 1)} {names}"
+    )
     wanted = min(max(workers + 1, math.ceil(workers * waits / max(0.1 * (whole - waits), 1e-9))), GROWTH * workers)
     return Advice(
         "reward_workers", str(wanted),
-        f"{waited}; {', '.join(one.name for one in run.scored)}: {workers} processes score; with {wanted} the wait is "
-        f"about {_seconds(waits * workers / wanted)}, if there are cores for them",
+        f"{waited}; {score}; "
+        f"with {wanted} the wait is about {_seconds(waits * workers / wanted)}, if there are cores for them",
     )  # fmt: skip
 
 
@@ -351,6 +355,10 @@ def _notes(figures: _Figures, parts: Parts, run: Run | None, bottleneck: Part) -
         yield f"samples are {stale:.1f} versions old on average; off_policy_k3 {gap:.2g} nats per token"
     if lost := figures.chosen[-1].metrics.get("steps_lost", 0.0):
         yield f"restarts have undone {lost:.0f} steps"
+
+
+def _count(number: int, one: str, many: str) -> str:
+    return f"{number} {one if number == 1 else many}"
 
 
 def _seconds(seconds: float) -> str:

@@ -215,4 +215,6 @@ def _work_of(load: _Load, now: float) -> str:
     if not load.busy:
         return "samples nothing"
     positions = ", ".join(map(str, sorted(load.busy)[:SHOWN])) + (" and others" if len(load.busy) > SHOWN else "")
-    return f"samples {len(load.busy)} groups (positions {positions}), the last one since {now - load.asked_at:.0f} s"
+    groups, places = ("group", "position") if len(load.busy) == 1 else ("groups", "positions")
+    asked = f"and got its last request {now - load.asked_at:.0f} s ago"
+    return f"samples {len(load.busy)} {groups} ({places} {positions}) {asked}"

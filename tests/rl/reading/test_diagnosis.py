@@ -205,6 +205,17 @@ def test_each_bottleneck_has_one_setting(
     assert ("begin a new run" in found.advice.why) == other, "a training is not changed without a word"
 
 
+@pytest.mark.parametrize(
+    ("workers", "said"),
+    [(1, "1 process computes the reward 'code'; with"), (2, "2 processes compute the reward 'code'; with")],
+)
+def test_the_advice_on_scoring_names_processes_and_rewards(run: Callable[..., Run], workers: int, said: str) -> None:
+    code = Reward(slow, name="code")
+    found = diagnose(reports(buffer__scoring_wait_s=3.0, time__wait_s=3.0), run(rewards=[code], reward_workers=workers))
+    assert found.advice.why.startswith("the trainer waits 3 s of 4.2 s for rewards alone: all responses are sampled; ")
+    assert said in found.advice.why
+
+
 def test_other_losses_are_notes(run: Callable[..., Run]) -> None:
     steps = reports(
         time__train_s=4.0, memory__actor=0.95, cut_off_share=0.5, buffer__dropped=4.0, buffer__failed=1.0,

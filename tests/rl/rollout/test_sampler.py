@@ -446,9 +446,21 @@ def test_a_wait_without_any_answer_says_who_is_waited_for(
         assert told.startswith("the training waits for the groups of step 1, and nothing has come for 0.3 s: ")
         third = "drawn" if count == 2 else "sampling"
         assert f"position 0 is sampling; position 1 is sampling; position 2 is {third}" in told
-        assert f"engine 0 samples {count} groups (positions 0, 1" in told and "the last one since 0 s" in told
+        assert f"engine 0 samples {count} groups (positions 0, 1" in told
+        assert ") and got its last request 0 s ago; groups: " in told and " sampled (0 of them ready)" in told
         assert len(made.notes) == 1 and "nothing has come for 0.1 s" in made.notes[0]
         engines.go_on()
+
+
+def test_the_work_of_engines_is_described() -> None:
+    loads = EngineLoads(round_size=0, in_flight=2)
+    loads.serve([0, 1, 2])
+    loads.begin(1, [GroupSlot(27, (0, 27))], 10.0)
+    loads.begin(2, [GroupSlot(28, (0, 28)), GroupSlot(29, (0, 29))], 12.0)
+    assert loads.described(15.0) == (
+        "engine 0 samples nothing; engine 1 samples 1 group (position 27) and got its last request 5 s ago; "
+        "engine 2 samples 2 groups (positions 28, 29) and got its last request 3 s ago"
+    )
 
 
 @pytest.mark.parametrize("pipeline", ["one-step-off", "async"])
