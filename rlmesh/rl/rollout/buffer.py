@@ -374,6 +374,12 @@ class SampleBuffer:
             found[slot.state] += 1
         return found | {"ready": sum(slot.ready for slot in self._live.values())}
 
+    def described(self) -> str:
+        """A text for people about the numbers of `counts`."""
+        counts = self.counts()
+        ready = counts.pop("ready")
+        return ", ".join(f"{count} {name}" for name, count in counts.items()) + f" ({ready} of them ready)"
+
     def __iter__(self) -> Iterator[GroupSlot]:
         return iter(list(self._live.values()))
 

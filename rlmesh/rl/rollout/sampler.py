@@ -488,9 +488,6 @@ class Sampler:
 
     def _waits_for(self, what: str, silent_s: float) -> str:
         """A sentence about a wait that is too long, which names what the loop waits for."""
-        counts = self.buffer.counts()
-        ready = counts.pop("ready")
-        groups = ", ".join(f"{count} {name}" for name, count in counts.items()) + f" ({ready} of them ready)"
         first = [slot for slot in self.buffer if not slot.ready][: self.buffer.batch_size]
         missing = "; ".join(f"position {slot.position} is {slot.state}" for slot in first[:MISSING])
         scoring = sorted(slot.position for slots in self._scoring.values() for slot in slots)
@@ -498,5 +495,5 @@ class Sampler:
         engines = self._loads.described(self._clock()) or "there is no engine"
         return (
             f"the training waits for {what}, and nothing has come for {silent_s:g} s: "
-            f"{missing or 'nothing is missing'}; {engines}{rewards}; groups: {groups}"
+            f"{missing or 'nothing is missing'}; {engines}{rewards}; groups: {self.buffer.described()}"
         )
