@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 from pathlib import Path
 from typing import cast
 
@@ -33,6 +35,46 @@ def test_only_what_follows_the_last_line_break_is_removed(tmp_path: Path, before
     file.append(b"of a line\n")
     file.close()
     assert path.read_bytes() == before + b"new\npart of a line\n"
+
+
+@pytest.mark.parametrize("failing", ["pread", "ftruncate"])
+def test_nothing_is_appended_until_a_half_line_is_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing: str
+) -> None:
+    path = tmp_path / "lines"
+    path.write_bytes(b"one\nhal")
+    file = AppendFile(path)
+
+    def fails(*_: object) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    for _ in range(2):  # each append tries it again
+        with monkeypatch.context() as patch:
+            patch.setattr(f"rlmesh.private_files.os.{failing}", fails)
+            with pytest.raises(OSError, match=os.strerror(errno.EIO)):
+                file.append(b"lost\n")
+        assert path.read_bytes() == b"one\nhal" and not file.is_open
+    file.append(b"two\n")
+    file.close()
+    assert path.read_bytes() == b"one\ntwo\n"
+
+
+def test_results_wait_for_the_removal_of_a_half_line_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    files, path = TrialFiles(tmp_path), tmp_path / "results.jsonl"
+    half = b'{"training_iteration": 1}\n{"training_it'
+    path.write_bytes(half)
+
+    def fails(*_: object) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    with monkeypatch.context() as patch:
+        patch.setattr("rlmesh.private_files.os.ftruncate", fails)
+        with pytest.raises(OSError, match=os.strerror(errno.EIO)):
+            files.add({"training_iteration": 2, "timesteps_total": 10})  # type: ignore[arg-type]
+    assert path.read_bytes() == half
+    files.add({"training_iteration": 2, "timesteps_total": 10})  # type: ignore[arg-type]
+    files.close()
+    assert [json.loads(line)["training_iteration"] for line in path.read_text().splitlines()] == [1, 2]
 
 
 def test_a_file_of_something_else_is_left_as_it_is(tmp_path: Path) -> None:

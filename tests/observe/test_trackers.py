@@ -21,7 +21,7 @@ from rlmesh.job.status import MetricRecord
 from rlmesh.observe.files.metric_files import METRICS_FILE, MetricsWriter
 from rlmesh.observe.trackers.mlflow_tracker import mlflow_name
 from rlmesh.observe.trackers.process import TrackerDelivery, TrackerState, state_file
-from rlmesh.observe.trackers.protocol import RunInfo, metrics_of
+from rlmesh.observe.trackers.protocol import RunInfo, metrics_of, tracker_faults
 from rlmesh.observe.trackers.reports import Report, ReportQueue, ReportReader
 from tests.observe import odd_trackers, tracked_job
 from tests.own_time import HANG_S
@@ -66,6 +66,30 @@ def test_names_are_checked_before_any_process(names: Any, said: str, tmp_path: P
     with pytest.raises(UsageError) as raised:
         Trackers(names)
     assert said in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("program", "said"),
+    [
+        ("raise OSError('no licence')", "importing broken_package fails: OSError: no licence"),
+        (
+            "import no_such_module",
+            "importing broken_package fails: ModuleNotFoundError: No module named 'no_such_module'",
+        ),
+        ("raise ValueError('out of range')", "importing broken_package fails: ValueError: out of range"),
+        ("", "there is no module 'broken_package.mine' in this folder or on PYTHONPATH"),
+    ],
+)
+def test_a_package_that_fails_is_not_one_that_is_absent(
+    program: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "broken_package").mkdir()
+    (tmp_path / "broken_package" / "__init__.py").write_text(program)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    try:
+        assert list(tracker_faults(["broken_package.mine:Tracker"])) == [f"'broken_package.mine:Tracker': {said}"]
+    finally:
+        sys.modules.pop("broken_package", None)
 
 
 def test_a_package_that_is_missing_is_named_with_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,11 +17,13 @@ from transformers import AutoModel, AutoModelForCausalLM, Qwen2Config
 from rlmesh.rl.algorithms import GRPO, PPO, Evaluated
 from rlmesh.rl.components import Columns, policy_share
 from rlmesh.rl.engines.rollout import SamplingParams
+from rlmesh.rl.engines.training.activation_checkpointing import checkpoint_activations, layers_of
 from rlmesh.rl.engines.training.ddp import DDPEngine
-from rlmesh.rl.engines.training.packed import EMPTY, PackedBatch, PackedInputs, packed_values, prepare
+from rlmesh.rl.engines.training.packed import EMPTY, PackedBatch, PackedInputs, prepare
 from rlmesh.rl.engines.training.protocol import TrainingOptions
 from rlmesh.rl.packing import pack
-from rlmesh.rl.trainers.fit import HEADROOM, PROCESS_BYTES, fit, training_bytes
+from rlmesh.rl.roles.value_head import ValueModel
+from rlmesh.rl.trainers.fit import HEADROOM, PROCESS_BYTES, RoleMemory, fit, training_bytes
 from rlmesh.rl.trainers.full_packs import episode_of, fullest_pack
 from rlmesh.rl.trainers.run import Run
 from rlmesh.rl.trainers.settings import ActorSettings, CriticSettings, RolloutSettings
@@ -186,12 +188,16 @@ def test_gpus_are_predicted_without_one(folder: Path) -> None:
         assert fit(run).fits is None and "--memory" in str(fit(run))
 
 
-def test_a_critic_is_predicted_by_its_own_settings(folder: Path) -> None:
-    critic_settings = CriticSettings(token_budget=300, ranks=2)
-    run = Run(**{**vars(run_of(folder)), "algorithm": PPO(), "critic": critic_settings})
-    (critic,) = (role for role in fit(run, NO_ROOM).roles if role.role == "CRITIC")
-    model = AutoModel.from_config(Qwen2Config.from_pretrained(folder), dtype=torch.float32)
+def critic_of(folder: Path) -> ValueModel:
+    torch.manual_seed(0)
+    return ValueModel(AutoModel.from_config(Qwen2Config.from_pretrained(folder), dtype=torch.float32))
+
+
+def peak_of_values(model: ValueModel, tokens: int, *, autocast: bool, checkpointing: bool) -> int:
+    """The peak of a real pass over the critic's fullest pack, beyond weights and gradients."""
     prepare(model)
+    if checkpointing:
+        checkpoint_activations(model)
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
     count = TensorCount()
@@ -201,11 +207,57 @@ def test_a_critic_is_predicted_by_its_own_settings(folder: Path) -> None:
             count.add(tensor.grad)
     held = count.live
     with count:
-        inputs = PackedInputs(fullest_pack(300, PROMPT, RESPONSE, 1, 8), "cpu")
-        packed_values(model, torch.nn.Linear(64, 1), inputs).sum().backward()
+        inputs = PackedInputs(fullest_pack(tokens, PROMPT, RESPONSE, 1, 8), "cpu")
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            values = model(packed=inputs)
+        assert values.dtype == torch.float32
+        values.sum().backward()
+    return count.peak - held
+
+
+@pytest.mark.parametrize(
+    ("precision", "checkpointing"),
+    [
+        pytest.param("float32", False, marks=pytest.mark.slow),
+        pytest.param("bfloat16", False, marks=pytest.mark.slow),
+        ("bfloat16", True),
+    ],
+)
+def test_a_critic_is_predicted_by_its_own_settings(folder: Path, precision: Any, checkpointing: bool) -> None:
+    settings = CriticSettings(token_budget=300, ranks=2, precision=precision, activation_checkpointing=checkpointing)
+    found = fit(Run(**{**vars(run_of(folder)), "algorithm": PPO(), "critic": settings}), NO_ROOM)
+    (critic,) = (role for role in found.roles if role.role == "CRITIC")
+    model, half = critic_of(folder), precision == "bfloat16"
+    state = sum(p.numel() * 4 for p in model.parameters())  # with the head of values
+    buffers = sum(b.numel() * 4 for b in model.buffers())
     assert critic.members == 2
-    assert critic.activations == pytest.approx(count.peak - held, rel=TOLERANCE)
-    assert critic.weights < fit(run, NO_ROOM).roles[0].weights  # no head of a language model
+    assert (critic.weights, critic.gradients, critic.optimizer) == (state + buffers, state, 2 * state)
+    assert critic.weights < found.roles[0].weights  # no head of a language model
+    measured = peak_of_values(model, 300, autocast=half, checkpointing=checkpointing)
+    assert critic.activations == pytest.approx(measured, rel=0.01)
+    if half:
+        # FSDP2 gathers weights in bfloat16, so hidden states are bfloat16 and the head copies them to float32. The copy
+        # is smaller than what autocast keeps in float32, by which passes are predicted.
+        model = critic_of(folder)
+        model.backbone.to(torch.bfloat16)
+        measured = peak_of_values(model, 300, autocast=False, checkpointing=checkpointing)
+        assert 0.6 * critic.activations < measured <= critic.activations
+
+
+@pytest.mark.slow
+def test_a_sharded_critic_has_its_whole_head_while_it_computes(folder: Path) -> None:
+    """FSDP2 gathers the head by itself and in float32, whatever the precision, and so is its gradient."""
+
+    def critic(train: str) -> RoleMemory:
+        settings = CriticSettings(token_budget=300, ranks=2, precision="bfloat16")
+        run = Run(**{**vars(run_of(folder)), "algorithm": PPO(), "critic": settings, "train": train})
+        return next(role for role in fit(run, NO_ROOM).roles if role.role == "CRITIC")
+
+    model = critic_of(folder)
+    layers = [sum(p.numel() * 4 for p in layer.parameters()) for layer in layers_of(model)]
+    outside = sum(p.numel() * 4 for p in model.parameters()) - sum(layers)
+    assert outside > sum(p.numel() * 4 for p in model.head.parameters()) == 4 * 65
+    assert critic("fsdp2").activations - critic("ddp").activations == 2 * outside + 4 * max(layers)
 
 
 def test_roles_that_share_a_device_take_turns(folder: Path) -> None:

@@ -14,7 +14,7 @@ from rlmesh.errors import UsageError
 from rlmesh.rl.engines.training import packed
 from rlmesh.rl.engines.training.activation_checkpointing import checkpoint_activations
 from rlmesh.rl.engines.training.forward import response_log_probs
-from rlmesh.rl.engines.training.pack_check import rescaled_beyond
+from rlmesh.rl.engines.training.pack_check import Probe, rescaled_beyond
 from rlmesh.rl.engines.training.packed import (
     CHECKED,
     PackedInputs,
@@ -261,6 +261,24 @@ def test_a_full_device_is_no_fault_of_the_model(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(packed, "packed_hidden", full)
     with pytest.raises(torch.OutOfMemoryError):
         prepare(of_kind("llama"))
+
+
+def test_a_full_device_is_no_reason_to_try_another_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`torch.OutOfMemoryError` is a RuntimeError, as that of an attention which does not compute float32."""
+    model = of_kind("llama")
+    before, tried = model.config._attn_implementation, []
+
+    def full(causal: Any) -> Any:
+        tried.append(causal.config._attn_implementation)
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(Probe, "of", full)
+    with pytest.raises(torch.OutOfMemoryError):
+        prepare(model)
+    assert tried == [before] and model.config._attn_implementation == before and not getattr(model, CHECKED, False)
+    monkeypatch.undo()
+    prepare(model)  # as soon as there is room again
+    assert getattr(model, CHECKED)
 
 
 def test_the_check_of_packs_leaves_mode_and_generators_as_they_were() -> None:

@@ -86,12 +86,21 @@ def tracker_faults(names: Sequence[str]) -> Iterator[str]:
             said = f"did you mean {near[0]!r}?" if near else f"there are {there}, and module:Class for your own"
             yield f"there is no tracker {given!r}; {said}"
         else:
-            try:
-                found = find_spec(name)
-            except (ImportError, ValueError):
-                found = None
-            if found is None:
-                yield f"{given!r}: there is no module {name!r} in this folder or on PYTHONPATH"
+            yield from _module_fault(given, name)
+
+
+def _module_fault(given: str, name: str) -> Iterator[str]:
+    """The fault of a module that a user named, if there is one. The packages around the module are imported."""
+    package, found = name.rpartition(".")[0], None
+    try:
+        found = find_spec(name)
+    except Exception as error:  # a user's packages may raise anything
+        missing = error.name or "" if isinstance(error, ModuleNotFoundError) else ""
+        if package and not f"{name}.".startswith(f"{missing}."):
+            yield f"{given!r}: importing {package} fails: {type(error).__name__}: {error}"
+            return
+    if found is None:
+        yield f"{given!r}: there is no module {name!r} in this folder or on PYTHONPATH"
 
 
 def make_tracker(name: str) -> Tracker:

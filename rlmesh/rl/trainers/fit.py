@@ -20,10 +20,11 @@ from torch import nn
 
 from rlmesh.errors import UsageError
 from rlmesh.rl.engines.training.activation_checkpointing import checkpoint_activations, layers_of
-from rlmesh.rl.engines.training.packed import PackedInputs, packed_hidden, prepare
+from rlmesh.rl.engines.training.packed import PackedInputs, prepare
 from rlmesh.rl.head import CHUNK_TOKENS
 from rlmesh.rl.rewards.model import RewardModel
 from rlmesh.rl.roles.defaults import dropout_rates
+from rlmesh.rl.roles.value_head import ValueModel
 from rlmesh.rl.trainers.full_packs import fullest_pack
 from rlmesh.rl.trainers.tensor_count import TensorCount
 
@@ -185,12 +186,11 @@ class _Shapes:
         return model
 
     def value_model(self) -> nn.Module:
-        """The layers of the critic; its head is a single row."""
+        """The critic with its head, which computes in float32 whatever the precision."""
         from transformers import AutoModel
 
         with torch.device(self.device):
-            model: nn.Module = AutoModel.from_config(self.critic_config, dtype=torch.float32)
-        return model
+            return ValueModel(AutoModel.from_config(self.critic_config, dtype=torch.float32))
 
     def autocast(self, precision: str) -> AbstractContextManager[Any]:
         if precision != "bfloat16" or self.device == "meta":
@@ -220,7 +220,7 @@ class _Shapes:
             with count:
                 with self.autocast(settings.precision):
                     if critic:
-                        loss = packed_hidden(model, inputs).index_select(0, inputs.sources).float().sum()
+                        loss = model(packed=inputs).sum()
                     else:
                         terms = model(packed=inputs, temperature=self.run.rollout.temperature)
                         loss = terms.log_probs.sum() + terms.entropy.sum()
