@@ -8,6 +8,7 @@ Standard library only: the guardian runs without site-packages.
 
 from __future__ import annotations
 
+import binascii
 import math
 import os
 import re
@@ -86,12 +87,16 @@ def _beside(path: StrPath, kind: str) -> str:
 
 
 def _here() -> str:
-    """The boot and the PID namespace of this process, within which a process id names one process at a time."""
+    """The boot and the PID namespace of this process, within which a process id names one process at a time.
+
+    The host's name is a part, since virtual machines that go on from one snapshot have the boot's id in common.
+    """
     try:
         with open("/proc/sys/kernel/random/boot_id", "rb") as file:
             boot = file.read().decode().strip().replace("-", "")[:16]
+        host = binascii.crc32(os.fsencode(os.uname().nodename))
         # Not kept for the next call: a forked process may be in another namespace.
-        return f"{boot}-{os.stat('/proc/self/ns/pid').st_ino:x}"
+        return f"{boot}{host:08x}-{os.stat('/proc/self/ns/pid').st_ino:x}"
     except OSError:
         return _NOWHERE
 

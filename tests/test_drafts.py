@@ -274,4 +274,4 @@ def test_a_long_name_has_a_draft(tmp_path: Path) -> None:
 def test_the_name_tells_the_writer(tmp_path: Path) -> None:
     found = drafts._NAME.fullmatch(os.path.basename(draft_beside(tmp_path / "a.json")))
     assert found is not None and found.groups() == ("a.json", str(os.getpid()), drafts._here(), "draft")
-    assert re.fullmatch("[0-9a-f]{16}-[0-9a-f]+", drafts._here())
+    assert re.fullmatch("[0-9a-f]{24}-[0-9a-f]+", drafts._here())
