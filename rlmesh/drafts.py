@@ -1,13 +1,14 @@
 """Drafts: files and folders that a process writes beside their place, so that they appear there as a whole.
 
 A process that is killed leaves its draft. So a draft's name tells its writer, and the next process that writes into
-the folder removes the drafts whose writer is gone.
+the folder removes the drafts whose writer is gone. The same holds for temporary folders (`scratch_folder`).
 
 Standard library only: the guardian runs without site-packages.
 """
 
 from __future__ import annotations
 
+import binascii
 import math
 import os
 import re
@@ -20,13 +21,13 @@ if TYPE_CHECKING:
 
     StrPath = str | os.PathLike[str]
 
-__all__ = ["Draft", "draft_beside", "remove_drafts"]
+__all__ = ["Draft", "draft_beside", "remove_drafts", "scratch_folder"]
 
 STALE_S = 3600
 """Age at which a draft counts as left behind if its writer ran where this process cannot look, as on another host."""
 _NOWHERE = "0-0"
-_NAME = re.compile(r"\.(.+)\.([0-9]{1,10})-[0-9]+-([0-9a-f]+-[0-9a-f]+)\.draft", re.DOTALL)
-"""A draft's name: the name that it is to get, the process id of its writer, and where that runs."""
+_NAME = re.compile(r"\.(.+)\.([0-9]{1,10})-[0-9]+-([0-9a-f]+-[0-9a-f]+)\.(draft|scratch)", re.DOTALL)
+"""A draft's name: the name that it is to get, the process id of its writer, where that runs, and what it is."""
 _looked_in: dict[str, int] = {}
 """The folders in which a process has looked for drafts, and that process, since a forked one begins with a copy."""
 
@@ -66,18 +67,36 @@ class Draft:
 
 def draft_beside(path: StrPath) -> str:
     """A new name beside a path, for what this process writes before it takes this path."""
+    return _beside(path, "draft")
+
+
+def scratch_folder(name: str) -> str:
+    """Make a private temporary folder; if this process dies before it removes it, the next that makes one does so."""
+    import tempfile
+
+    path = _beside(os.path.join(tempfile.gettempdir(), name), "scratch")
+    os.mkdir(path, 0o700)
+    remove_drafts(path)
+    return path
+
+
+def _beside(path: StrPath, kind: str) -> str:
     where, name = os.path.split(os.fspath(path))
     short = os.fsdecode(os.fsencode(name)[:160])  # the system's limit is 255
-    return os.path.join(where, f".{short}.{os.getpid()}-{time.monotonic_ns()}-{_here()}.draft")
+    return os.path.join(where, f".{short}.{os.getpid()}-{time.monotonic_ns()}-{_here()}.{kind}")
 
 
 def _here() -> str:
-    """The boot and the PID namespace of this process, within which a process id names one process at a time."""
+    """The boot and the PID namespace of this process, within which a process id names one process at a time.
+
+    The host's name is a part, since virtual machines that go on from one snapshot have the boot's id in common.
+    """
     try:
         with open("/proc/sys/kernel/random/boot_id", "rb") as file:
             boot = file.read().decode().strip().replace("-", "")[:16]
+        host = binascii.crc32(os.fsencode(os.uname().nodename))
         # Not kept for the next call: a forked process may be in another namespace.
-        return f"{boot}-{os.stat('/proc/self/ns/pid').st_ino:x}"
+        return f"{boot}{host:08x}-{os.stat('/proc/self/ns/pid').st_ino:x}"
     except OSError:
         return _NOWHERE
 
@@ -103,11 +122,13 @@ def remove_drafts(path: StrPath) -> None:
         for name in names:
             if not (draft := _NAME.fullmatch(name)):
                 continue
-            target, pid, there = draft.groups()
-            if there != here or here == _NOWHERE:
-                _remove(folder, name, now - STALE_S, folders=target in names)
-            elif not _lives(int(pid)):
-                _remove(folder, name, math.inf, folders=target in names)
+            target, pid, there, kind = draft.groups()
+            folders = target in names or kind == "scratch"
+            if there == here != _NOWHERE:
+                if not _lives(int(pid)):
+                    _remove(folder, name, math.inf, folders=folders)
+            elif kind == "draft":  # nobody writes into a temporary folder all the time
+                _remove(folder, name, now - STALE_S, folders=folders)
     except OSError:
         pass
     finally:

@@ -7,6 +7,7 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -242,6 +243,29 @@ def test_a_folder_from_elsewhere_stays_while_a_file_in_it_changes(
     assert left(tmp_path) == ["model"]
 
 
+SCRATCH = """
+import os, pathlib, signal
+from rlmesh.drafts import scratch_folder
+pathlib.Path(scratch_folder("rlmesh-test"), "file").touch()
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_the_temporary_folder_of_a_killed_process_goes_with_the_next_one(
+    tmp_path: Path, dead: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    monkeypatch.setattr(drafts, "STALE_S", -HANG_S)
+    here = drafts._here()
+    for pid, where in ((os.getppid(), here), (dead, "0123456789abcdef-1")):  # of a living process, and from elsewhere
+        (tmp_path / f".rlmesh-test.{pid}-1-{where}.scratch").mkdir()
+    others = left(tmp_path)
+    assert run(SCRATCH, tmp_path) == -signal.SIGKILL and len(left(tmp_path)) == 3
+    folder = Path(drafts.scratch_folder("rlmesh-other"))
+    assert left(tmp_path) == sorted([*others, folder.name]) and folder.stat().st_mode & 0o777 == 0o700
+
+
 def test_a_long_name_has_a_draft(tmp_path: Path) -> None:
     written(tmp_path / ("é" * 127))
     assert left(tmp_path) == ["é" * 127]
@@ -249,5 +273,5 @@ def test_a_long_name_has_a_draft(tmp_path: Path) -> None:
 
 def test_the_name_tells_the_writer(tmp_path: Path) -> None:
     found = drafts._NAME.fullmatch(os.path.basename(draft_beside(tmp_path / "a.json")))
-    assert found is not None and found.groups() == ("a.json", str(os.getpid()), drafts._here())
-    assert re.fullmatch("[0-9a-f]{16}-[0-9a-f]+", drafts._here())
+    assert found is not None and found.groups() == ("a.json", str(os.getpid()), drafts._here(), "draft")
+    assert re.fullmatch("[0-9a-f]{24}-[0-9a-f]+", drafts._here())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import tempfile
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from rlmesh import JobInfo, WorkerContext
+from rlmesh.drafts import scratch_folder
 from rlmesh.rl.checkpoints.store import checkpoint_folder, read_checkpoint
 from rlmesh.rl.offline.roles import OfflineActor
 from rlmesh.rl.roles.critic import CriticRole
@@ -46,8 +47,8 @@ def lone_roles(
         kinds["REFERENCE"] = ReferenceRole
     if not actor_only and "critic" in needs and responses != "ranked":
         kinds["CRITIC"] = CriticRole
-    with tempfile.TemporaryDirectory(prefix="rlmesh-replay-") as aside:
-        run_dir = Path(aside)
+    run_dir = Path(scratch_folder("rlmesh-replay"))
+    try:
         if checkpoint is not None:
             step = read_checkpoint(checkpoint).step
             link = checkpoint_folder(run_dir, step)
@@ -61,3 +62,5 @@ def lone_roles(
 
         with roles_here(kinds, context) as roles:
             yield roles, context("TRAINER")
+    finally:
+        shutil.rmtree(run_dir, ignore_errors=True)

@@ -17,7 +17,6 @@ import select
 import shutil
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -25,6 +24,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from rlmesh.drafts import scratch_folder
 from rlmesh.errors import UsageError
 from rlmesh.rl.rewards import sandbox_child
 
@@ -112,7 +112,7 @@ class Sandbox(AbstractContextManager["Sandbox"]):
         if isolated and (reason := _unsupported()):
             raise UsageError(NO_ISOLATION.format(reason=reason))
         modules = {path: f"/modules/{number}" for number, path in enumerate(given)}
-        self._folder = None if isolated else tempfile.mkdtemp(prefix="rlmesh-sandbox-")
+        self._folder = None if isolated else scratch_folder("rlmesh-sandbox")
         settings = {
             "isolated": isolated,
             "parent": os.getpid(),
