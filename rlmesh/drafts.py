@@ -1,4 +1,4 @@
-"""Drafts: files and folders that a process writes beside their place, so that they appear there as a whole.
+"""Drafts: files and folders that a process writes under a temporary name in the folder of their target, then renames.
 
 A process that is killed leaves its draft. So a draft's name tells its writer, and the next process that writes into
 the folder removes the drafts whose writer is gone. The same holds for temporary folders (`scratch_folder`).
@@ -106,7 +106,8 @@ def remove_drafts(path: StrPath) -> None:
 
     A process looks once into each folder. It removes this user's drafts whose writer is surely gone: its process id
     is of this boot and PID namespace, and free; or it ran elsewhere, and the draft has not changed for an hour by the
-    clock of the file system. The draft of a folder stays while that folder is absent, since it may be the last copy.
+    clock of the file system. A draft that is to become a folder stays while no folder has this name, since it may be
+    the only copy.
     """
     where, written = os.path.split(os.fspath(path))
     if _looked_in.get(where) == os.getpid():

@@ -28,7 +28,7 @@ STATE, CONFIG, RUNNERS = "state.pt", "config.pkl", "runners.pkl"
 
 
 def save(algorithm: Algorithm, folder: Path) -> str:
-    """Write the checkpoint beside its place, then rename it; an older checkpoint in its place is replaced."""
+    """Write the checkpoint under a temporary name, then rename it; an older checkpoint of its name is replaced."""
     import cloudpickle
     import torch
 

@@ -39,8 +39,8 @@ class ExternalEnvRunner(EnvRunner):
 
     Methods of clients come on threads of their own. Each step has the log-probability under the weights that chose it.
     An episode of a client that is gone is cut: the step without a result is dropped, and the episode counts as cut.
-    Each episode has connectors of its own, which share their statistics. An observation passes through them when it
-    arrives, also if its action has to wait for new weights.
+    Each episode has connectors of its own, which share their statistics. They process an observation when it
+    arrives, even if its action has to wait for new weights.
     """
 
     connectors: EpisodeConnectors
@@ -190,7 +190,7 @@ class ExternalEnvRunner(EnvRunner):
         self._changed.notify_all()
 
     def _act(self, client: str, episode_id: str, turn: int, observation: Any, action: Any) -> Any:
-        """The answer to a request for an action; a repeated request gets the same action, also if it was not answered.
+        """The answer to a request for an action; a repeated request gets the same action, even if it was not answered.
 
         Args:
             turn: number of the request in its episode, from 1.
@@ -207,7 +207,7 @@ class ExternalEnvRunner(EnvRunner):
                 return None
         else:
             seen = episode.observed(row)
-            episode.close_step(seen)  # the step is finished, also if this call waits
+            episode.close_step(seen)  # the step is finished, even if this call waits
             episode.turn, episode.asked, episode.seen = turn, row, seen
         waits = episode.waits = object()
         self._changed.notify_all()

@@ -4,10 +4,11 @@ The checksum of a tensor is a sum of its bytes as 64-bit integers, weighted by t
 
     checksum = Σ (2·i + 1) · w_i      over the little-endian 64-bit words w_i, the last one padded with zeros
 
-The weights are odd, so that every flipped bit changes the sum, and differ, so that swapped words change it too. A sum
-of integers does not depend on the order, so that thousands of threads can compute it. With Triton (which torch for CUDA
-includes) a kernel sums while it copies (`copies`); without it, torch sums rows and columns, which reads the bytes two
-more times. Triton's kernels are tested on known data once per process before they are used.
+The factors are odd, so each change of a single word changes the sum. They differ, so most exchanges of two words change
+it too; but they differ by even numbers, so an exchange of two words that differ in their highest bit alone does not.
+A sum of integers does not depend on the order, so that thousands of threads can compute it. With Triton (which torch
+for CUDA includes) a kernel sums while it copies (`copies`); without it, torch sums rows and columns, which reads the
+bytes two more times. Triton's kernels are tested on known data once per process before they are used.
 """
 
 from __future__ import annotations
