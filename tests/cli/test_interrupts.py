@@ -92,6 +92,7 @@ def ended_by(number: int, process: subprocess.Popen[str], line: str) -> tuple[in
     return process.returncode, output
 
 
+@pytest.mark.slow
 def test_an_agent_in_training_and_in_evaluation(tmp_path: Path) -> None:
     pytest.importorskip("gymnasium")
     small = '{"train_batch_size": 64, "minibatch_size": 32}'

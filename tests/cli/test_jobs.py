@@ -58,6 +58,7 @@ def test_commands_on_a_job_that_runs_and_has_ended(tmp_path: Path, capsys: pytes
     assert "toy  stopped after" in said(capsys, "ps", "--all")[1]
 
 
+@pytest.mark.slow
 def test_logs_are_followed_until_the_job_ends(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with launch(tmp_path, "--sleep", "2") as job:
         job.wait_for("step 0")

@@ -127,7 +127,7 @@ class Other:
 
 @pytest.mark.case("b15")
 @pytest.mark.parametrize(
-    "way", ["script", *(pytest.param(way, marks=pytest.mark.slow) for way in ("module", "launch")), "launch module"]
+    "way", ["script", *(pytest.param(way, marks=pytest.mark.slow) for way in ("module", "launch", "launch module"))]
 )
 def test_classes_of_the_program_are_the_same_everywhere(tmp_path: Path, way: str) -> None:
     (tmp_path / "pack").mkdir()

@@ -82,7 +82,7 @@ def refused_or_right(make: Callable[[], object], told: str) -> None:
         raise AssertionError(f"{told}: {type(error).__name__}: {error}") from error
 
 
-@pytest.mark.parametrize("kind", [SimpleRoleBuilder, ElasticRoleBuilder])
+@pytest.mark.parametrize("kind", [pytest.param(SimpleRoleBuilder, marks=pytest.mark.slow), ElasticRoleBuilder])
 def test_junk_for_every_setting_of_builders_is_refused_or_right(kind: type[Any]) -> None:
     start = elastic if kind is ElasticRoleBuilder else simple
     for name in settings(kind):

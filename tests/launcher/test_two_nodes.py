@@ -119,6 +119,7 @@ def test_without_a_key_keygen_is_named(tmp_path: Path) -> None:
     assert "rlmesh keygen" in launched.output
 
 
+@pytest.mark.slow
 def test_the_failure_of_the_script_ends_all_nodes(tmp_path: Path) -> None:
     with two_nodes(tmp_path, "127.0.0.1", "--fail") as (head, other):
         assert (head.ended(), other.ended()) == (1, 1)
@@ -181,6 +182,7 @@ def test_the_other_nodes_need_the_port_that_node_0_got(tmp_path: Path) -> None:
     assert "127.0.0.1:0: with port 0 the system chooses one for node 0, which prints it" in other.output
 
 
+@pytest.mark.slow
 def test_nodes_without_ranks_get_them_in_the_order_of_arrival(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         endpoint = f"127.0.0.1:{free.getsockname()[1]}"

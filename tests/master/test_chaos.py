@@ -68,10 +68,12 @@ def test_the_same_seed_kills_the_same(seed: int, count: int, within_s: float) ->
 
 @pytest.mark.parametrize(("kill", "said"), [
     # The signal is on its way while the member goes on.
-    ("ADDER:1@start", "ADDER:1 .* was killed by SIGKILL while it (was set up|served calls)"),
+    pytest.param(
+        "ADDER:1@start", "ADDER:1 .* was killed by SIGKILL while it (was set up|served calls)", marks=pytest.mark.slow
+    ),
     ("TRAINER@step=1", "TRAINER:0 .* was killed by SIGKILL during run"),
     ("ADDER:0@call=add", "ADDER:0 .* was killed by SIGKILL while it served calls"),
-    ("ADDER:0@shutdown", "ADDER:0 .* was killed by SIGKILL during teardown"),
+    pytest.param("ADDER:0@shutdown", "ADDER:0 .* was killed by SIGKILL during teardown", marks=pytest.mark.slow),
 ])  # fmt: skip
 def test_members_are_killed_at_their_moment(kill: str, said: str, tmp_path: Path) -> None:
     with rehearse(tmp_path, kill, options=("--sleep", "0.5")) as job:

@@ -42,6 +42,7 @@ def test_launch_runs_the_same_script(tmp_path: Path) -> None:
         assert "all serving after" in job.output
 
 
+@pytest.mark.slow
 def test_a_job_runs_on_virtual_nodes(tmp_path: Path) -> None:
     job = toy_job.build(steps=1)
     with LocalCluster(nodes=2, devices_per_node=2, run_root=tmp_path):

@@ -31,6 +31,7 @@ def steps_of(run: Path) -> list[int]:
     return [json.loads(line)["step"] for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.slow
 def test_master_killed_twice_while_members_work(tmp_path: Path, own_time: OwnTime) -> None:
     with launch(tmp_path, "--steps", "150", "--pace", "0.02") as job:
         job.wait_for("step 3")
@@ -78,10 +79,10 @@ def test_a_master_ends_with_an_agent_that_is_killed_together_with_its_guardian(
 @pytest.mark.parametrize(
     "moment",
     [
-        "toy started", pytest.param("pid of ADDER:0", marks=pytest.mark.slow), "step 9",
-        pytest.param("teardown of ADDER", marks=pytest.mark.slow),
+        *(pytest.param(one, marks=pytest.mark.slow) for one in ("toy started", "pid of ADDER:0", "teardown of ADDER")),
+        "step 9",
     ],
-)  # fmt: skip
+)
 def test_a_master_that_is_killed_at_any_stage_loses_no_step(moment: str, tmp_path: Path) -> None:
     with launch(tmp_path, "--steps", "10", "--pace", "0.01") as job:
         job.wait_for(moment)

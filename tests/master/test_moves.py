@@ -93,6 +93,7 @@ class Watcher:
         assert group[0].call(Worker.where).result(HANG_S) == before[0]
 
 
+@pytest.mark.slow
 def test_a_gpu_that_falls_off_the_bus_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", ROOT)
     monkeypatch.setenv("FAKE_GPU_EVENTS", str(tmp_path / "events"))

@@ -161,6 +161,7 @@ def test_secrets_reach_the_members_and_nothing_that_is_read(tmp_path: Path) -> N
 
 
 @pytest.mark.case("a01")
+@pytest.mark.slow
 def test_a_run_is_opened_to_a_group_on_purpose(tmp_path: Path) -> None:
     with umask(0), launch_script(tmp_path, **{SHARE_WITH_GROUP: str(os.getegid())}) as job:
         assert job.ended() == 0, job.output

@@ -92,6 +92,7 @@ def check_usr1(folder: Path) -> None:
 
 
 @pytest.mark.case("O11")
+@pytest.mark.slow
 def test_a_job_has_the_grace_that_it_was_given(tmp_path: Path, own_time: OwnTime) -> None:
     check_grace(tmp_path, own_time, needs_s=1.2, long_s=2.5, short_s=1.0)
 

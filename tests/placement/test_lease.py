@@ -231,7 +231,7 @@ class Conductor:
         (current_worker().run_dir / "said.txt").write_text(said)
 
 
-@pytest.mark.parametrize("elastic", [False, True])
+@pytest.mark.parametrize("elastic", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_roles_on_the_same_devices_take_turns(tmp_path: Path, elastic: bool) -> None:
     builder = DLJobBuilder().device_type("CPU")
     builder.role("CONDUCTOR").run(Conductor).resource()

@@ -63,6 +63,7 @@ def test_the_alarm_stops_after_as_many_batches_in_a_row_as_its_patience_says() -
     assert sorted(LIMITS.values(), key=lambda limits: limits.k3) == list(LIMITS.values())
 
 
+@pytest.mark.slow
 def test_in_a_job_it_is_an_event_and_the_status_shows_it(tmp_path: Path) -> None:
     """Each time that it begins; not at every step."""
     with LocalCluster(run_root=tmp_path):

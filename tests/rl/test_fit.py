@@ -69,7 +69,8 @@ def model_of(folder: Path) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("budget", "checkpointing"), [(400, False), pytest.param(1200, False, marks=pytest.mark.slow), (1200, True)]
+    ("budget", "checkpointing"),
+    [*(pytest.param(budget, False, marks=pytest.mark.slow) for budget in (400, 1200)), (1200, True)],
 )
 def test_training_needs_what_is_predicted(folder: Path, budget: int, checkpointing: bool) -> None:
     prompts = 8 if budget < 1000 else 16

@@ -539,6 +539,7 @@ def test_engines_in_half_precision_sample_with_the_weights_of_the_actor(tiny: Pa
     assert all(1e-5 < one["log_prob_gap"] < 0.05 for one in steps.values())
 
 
+@pytest.mark.slow
 def test_without_stop_texts_responses_go_on(tiny: Path, tmp_path: Path) -> None:
     run = small(tiny, rollout=RolloutSettings(max_tokens=6), rewards=[ends_at_a], steps=1)
     assert reported(run.here(run_dir=tmp_path / "run").run_dir)[1]["reward_mean"] < 1.0

@@ -185,6 +185,7 @@ def test_a_right_run_is_told_with_its_rows(
     assert "the run can start; data: 32 rows read, 0 too long, 0 empty, 32 left" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_fit_is_printed_and_gives_a_code(
     small_model: Path,
     tmp_path: Path,

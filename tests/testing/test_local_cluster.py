@@ -70,6 +70,7 @@ class Once:
 
 
 @pytest.mark.case("s08")
+@pytest.mark.slow
 def test_a_view_that_submit_names_is_shown(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     with LocalCluster(run_root=tmp_path):
         job = DLJobBuilder().role("TRAINER").run(Once).build()

@@ -11,7 +11,7 @@ from rlmesh.testing import LocalCluster
 from tests.own_time import OwnTime
 from tests.weights import sharded_job, sync_job
 
-CHANNELS = ["shm", "stream", pytest.param("collective", marks=pytest.mark.slow)]
+CHANNELS = ["shm", *(pytest.param(one, marks=pytest.mark.slow) for one in ("stream", "collective"))]
 
 
 @pytest.mark.case("O16")
@@ -34,7 +34,7 @@ def test_a_receiver_that_is_killed_in_bucket_7(channel: str, tmp_path: Path, own
     assert seen["last"] == [[3, 3], [3, 3]]
 
 
-@pytest.mark.parametrize("mode", ["double_buffer", "in_place"])
+@pytest.mark.parametrize("mode", [pytest.param("double_buffer", marks=pytest.mark.slow), "in_place"])
 @pytest.mark.parametrize("channel", ["auto", pytest.param("stream", marks=pytest.mark.slow),
                                      pytest.param("collective", marks=pytest.mark.slow)])  # fmt: skip
 def test_source_and_sink_in_one_process_have_memory_of_their_own(channel: str, mode: str, tmp_path: Path) -> None:

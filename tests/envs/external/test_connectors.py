@@ -9,6 +9,7 @@ from typing import Any
 
 import gymnasium as gym
 import numpy as np
+import pytest
 
 from rlmesh.envs import Algorithm, ExternalEnv, ExternalEnvClient, Policy, PPOConfig
 from rlmesh.envs.connectors import Connector, FrameStack, ObservationNormalizer, RewardClip
@@ -137,6 +138,7 @@ def simulate(over: threading.Event, address: str, key_file: str) -> None:
             raise  # otherwise the job has ended in the middle of an episode
 
 
+@pytest.mark.slow
 def test_a_training_with_connectors_and_its_checkpoint(tmp_path: Path) -> None:
     spaces = gym.make("CartPole-v1")
     external = ExternalEnv(spaces.observation_space, spaces.action_space)

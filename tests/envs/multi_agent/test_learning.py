@@ -266,6 +266,7 @@ def alternating(context: Any) -> Scripted:
     return env
 
 
+@pytest.mark.slow
 def test_remote_runners_make_the_same_batches(tmp_path: Path) -> None:
     """Two remote runners give, row for row, what two local ones with their numbers give; one is killed later."""
     settings: dict[str, Any] = {"policies": ["a", "b"], "num_envs": 2, "seed": 9}

@@ -113,6 +113,7 @@ def test_a_run_that_goes_on_gives_the_same_bits(
     assert metrics_of(run_dir) == metrics_of(whole(algorithm))
 
 
+@pytest.mark.slow
 def test_the_dropout_of_supervised_steps_is_the_same_after_a_resume(model: Path, tmp_path: Path) -> None:
     rows = [{**row, "response": "ab"} for row in PROMPTS]
 

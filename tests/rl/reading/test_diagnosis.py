@@ -47,6 +47,7 @@ def trained(tiny: Path, run_dir: Path, **changes: Any) -> Diagnosis:
 # Real runs, each with one planted bottleneck.
 
 
+@pytest.mark.slow
 def test_a_slow_scorer_is_the_bottleneck(tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     found = trained(tiny, tmp_path / "run", rewards=[Reward(slow)], reward_workers=1)
     assert found.bottleneck == "scoring", str(found)

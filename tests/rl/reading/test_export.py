@@ -50,6 +50,7 @@ def test_the_last_checkpoint_is_the_trained_model(run_dir: Path, tmp_path: Path)
     assert not all(torch.equal(trained[name], two[name]) for name in trained)
 
 
+@pytest.mark.slow
 def test_the_model_of_a_run_that_goes_on_after_its_end_is_not_the_trained_one(tiny: Path, tmp_path: Path) -> None:
     run_dir, model = tmp_path / "run", {"model": str(tmp_path / "run" / "model")}
     make(tiny, steps=2).here(run_dir=run_dir)

@@ -152,10 +152,13 @@ ATTACKS = {
     ),
     "new privileges": ("import os\nos.setuid(0)", ("error",)),
 }
+SLOW = ("deep recursion", "endless native call", "a gigabyte of errors")
 
 
 @isolated
-@pytest.mark.parametrize("attack", ATTACKS)
+@pytest.mark.parametrize(
+    "attack", [pytest.param(one, marks=pytest.mark.slow) if one in SLOW else one for one in ATTACKS]
+)
 def test_an_attack_ends_alone(box: Sandbox, attack: str, own_time: OwnTime) -> None:
     source, expected = ATTACKS[attack]
     before = {process.pid for process in psutil.process_iter()}
@@ -273,6 +276,7 @@ def test_namespaces_that_are_forbidden_are_an_error(tmp_path: Path) -> None:
     assert done.stdout.startswith("UsageError") and said in done.stdout, done.stdout + done.stderr
 
 
+@pytest.mark.slow
 def test_without_isolation_limits_hold_and_no_process_stays(tmp_path: Path) -> None:
     with Sandbox(SMALL, isolated=False) as box:
         assert box.run("while True: pass", wall_s=5).status == "timeout"

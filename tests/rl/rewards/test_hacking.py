@@ -108,7 +108,7 @@ def test_one_reward_at_the_cost_of_another_is_told(tiny: Path, tmp_path: Path) -
     assert metrics[-1]["hacking/components_gap"] >= 0.5
 
 
-@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2))])
+@pytest.mark.parametrize("seed", [pytest.param(seed, marks=pytest.mark.slow) for seed in range(3)])
 def test_an_honest_training_stays_silent(tiny: Path, tmp_path: Path, seed: int) -> None:
     rewards = [Reward(begins_with_b, inline=True), Reward(letters_only, inline=True)]
     metrics = trained(tiny, tmp_path, *rewards, seed=seed)
