@@ -110,6 +110,7 @@ def loud(context: Any) -> Any:
     return gym.make("CartPole-v1")
 
 
+@pytest.mark.slow
 def test_an_agent_that_plays(tmp_path: Path) -> None:
     pytest.importorskip("gymnasium")
     from rlmesh.envs import PGConfig

@@ -114,6 +114,7 @@ def test_a_job_whose_processes_were_all_killed_at_one_stroke_is_forgotten(
     assert not about.parents[1].exists(), "and what it left is gone"
 
 
+@pytest.mark.slow
 def test_the_next_job_removes_what_a_launch_left_that_was_killed_before_its_guardian_began(tmp_path: Path) -> None:
     left = Path(os.environ["XDG_RUNTIME_DIR"], "rlm-left")
     left.mkdir(0o700)

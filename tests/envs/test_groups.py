@@ -266,6 +266,7 @@ def test_a_restored_run_with_remote_runners_goes_on_exactly(tmp_path: Path) -> N
     assert all(np.array_equal(weights[name], again[name]) for name in weights)
 
 
+@pytest.mark.slow
 def test_a_death_beyond_the_limit_is_an_error() -> None:
     with EnvRunnerGroup(policy_class=Threshold, env_creator="CartPole-v1", num_env_runners=1, max_restarts=0) as group:
         assert len(group.sample(5)) == 5

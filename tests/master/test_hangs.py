@@ -45,6 +45,7 @@ def test_a_member_that_hangs_is_replaced(how: str, state: str, tmp_path: Path) -
     assert all(report.clean for report in result.exit_reports)
 
 
+@pytest.mark.slow
 def test_without_a_restart_the_job_ends_and_names_the_hang(tmp_path: Path) -> None:
     job = hanging_job.build("spin", tmp_path / "out", "never", 1.5)
     with LocalCluster(run_root=tmp_path), pytest.raises(JobFailed) as caught:

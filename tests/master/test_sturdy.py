@@ -73,6 +73,7 @@ def test_what_a_members_shells_leave_is_reaped(tmp_path: Path) -> None:
 
 
 @pytest.mark.case("a10")
+@pytest.mark.slow
 def test_a_spent_budget_shows_the_first_failure_with_its_traceback(tmp_path: Path) -> None:
     done = run("init", tmp_path)
     assert done.returncode == 1

@@ -112,6 +112,7 @@ def test_a_killed_member_leaves_one_incident_that_tells_all(tmp_path: Path) -> N
         assert part in text, part
 
 
+@pytest.mark.slow
 def test_a_restart_leaves_an_incident_that_says_how_it_ended(tmp_path: Path) -> None:
     with Launched([*LAUNCH, "--restart", "job", str(TOY), "--", "--sleep", "1.5"], tmp_path) as job:
         job.wait_for("step 1")

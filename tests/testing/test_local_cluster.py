@@ -38,6 +38,7 @@ def start(cluster_job: str) -> JobHandle:
     return handle
 
 
+@pytest.mark.slow
 def test_leaving_the_cluster_stops_its_jobs(tmp_path: Path) -> None:
     with LocalCluster(nodes=2, devices_per_node=1, run_root=tmp_path):
         handle = start("left")

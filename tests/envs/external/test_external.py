@@ -355,6 +355,7 @@ def group(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EnvRunnerGroup]:
         yield running
 
 
+@pytest.mark.slow
 def test_a_client_waits_for_the_next_batch(group: EnvRunnerGroup) -> None:
     address, key_file = group.connection()
     assert Path(key_file).stat().st_mode & 0o077 == 0

@@ -67,6 +67,7 @@ def test_a_critic_a_reference_and_a_controlled_penalty_are_computed_again(model:
     assert {"critic/loss", "kl_coefficient", "batches"} <= {*found.common}
 
 
+@pytest.mark.slow
 def test_older_weights_and_truncated_sampling(tiny: Path, tmp_path: Path) -> None:
     with_changes(
         tiny, steps=4, pipeline="one-step-off", algorithm=GRPO(samples=4, correction="token"),
@@ -134,6 +135,7 @@ def test_what_is_missing_is_said(grpo: Path, tiny: Path, tmp_path: Path) -> None
         replayed(tmp_path / "run", 4)
 
 
+@pytest.mark.slow
 def test_runs_without_samples_are_refused(tiny: Path, tmp_path: Path) -> None:
     with_changes(tiny, steps=2, sample_files=SampleSettings(every=0)).here(run_dir=tmp_path / "none")
     with pytest.raises(UsageError, match="has those of no step"):
