@@ -75,7 +75,8 @@ class WorkerSpec:
     depend on the node (key, addresses, socket folder). ``restart``: why it replaces an earlier process; None for
     the first one. ``fused``: further members in the same process; ``env`` is that of all of them.
     ``lease_agents``: nodes of its group and the endpoints of their agents, if it leases devices on several.
-    ``cgroup``: folder of its control group, if any, which may use ``memory_limit_bytes`` (0: no limit)."""
+    ``cgroup``: folder of its control group, if any, which may use ``memory_limit_bytes`` (0: no limit).
+    ``claim``: where a zygote's fork claims the start before it begins."""
 
     job_id: str
     job_name: str
@@ -113,6 +114,7 @@ class WorkerSpec:
     lease_agents: tuple[tuple[int, str], ...] = ()
     memory_limit_bytes: int = 0
     cgroup: str = ""
+    claim: str = ""
 
     @property
     def key(self) -> tuple[str, int, int]:
@@ -182,6 +184,7 @@ class ExitReport:
         agent_code: exit code of the agent, negative for a signal; None while it runs.
         why: what ended the node, as the guardian saw it.
         cause: why the agent gave up, if it did.
+        guarded: False if the guardian was killed, and so could not see to the end of the node.
     """
 
     node_rank: int
@@ -190,6 +193,7 @@ class ExitReport:
     agent_code: int | None = None
     why: str = ""
     cause: str = ""
+    guarded: bool = True
 
     @property
     def clean(self) -> bool:

@@ -54,7 +54,7 @@ class SocketFolder:
                     self._write(path, content)
             if touch:
                 for each in (*self._files, *self._folder.iterdir(), self._folder, self._folder.parent):
-                    os.utime(each)
+                    os.utime(each, follow_symlinks=False)  # a claim on a start is a link to nothing
         except OSError as error:
             if not self._reported:
                 logger.error(

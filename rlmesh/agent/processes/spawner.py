@@ -24,12 +24,13 @@ import sys
 import time
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from rlmesh.agent.boot import ZygoteStart
 from rlmesh.agent.processes.process import memory_input
 from rlmesh.agent.processes.process_table import Child, ProcessTable
+from rlmesh.agent.processes.start_claim import make_claim, remove_claim
 from rlmesh.agent.processes.zygote import ForkRefused, pack
 from rlmesh.agent.protocol import AgentConfig, WorkerSpec
 from rlmesh.errors import LaunchError
@@ -135,7 +136,7 @@ class _Zygote:
         """Fork a worker and return its process number.
 
         Raises:
-            ForkRefused: the zygote did not fork; a process that was started all the same is an orphan that ends.
+            ForkRefused: the zygote did not fork, or did not answer. It may have forked all the same then.
         """
         async with self._turn:
             if self._writer is None or self._writer.is_closing():
@@ -182,6 +183,7 @@ class Spawner:
         self._unforkable: set[str] = set()
         self.service: set[Child] = set()
         """The zygotes' processes."""
+        self._forks = 0
         self._starting = ExitStack()
         if start is not None:
             self.service.add(table.adopt("zygote", start.pid))
@@ -213,18 +215,44 @@ class Spawner:
         """
         began = time.monotonic()
         name = f"{spec.role}:{spec.rank}"
-        payload = pickle.dumps(spec)
         for zygote, wait_s in await self._candidates(spec):
             try:
                 await zygote.wait_ready(wait_s)
                 with self._table.fork_in_flight():
-                    child = self._adopt(name, await zygote.fork(payload))
+                    child = await self._fork(zygote, spec)
             except ForkRefused as refused:
                 logger.warning("%s is not forked from the %s zygote: %s", name, zygote.name, refused)
                 continue
             way: Way = "preloaded" if zygote is self._preloaded else "bare"
             return SpawnedMember(child, way, time.monotonic() - began)
-        return SpawnedMember(self._exec(name, spec, payload), "exec", time.monotonic() - began)
+        return SpawnedMember(self._exec(name, spec), "exec", time.monotonic() - began)
+
+    async def _fork(self, zygote: _Zygote, spec: WorkerSpec) -> Child:
+        """Have a zygote fork a member.
+
+        Raises:
+            ForkRefused: the member does not run, and this request of the zygote starts it no more.
+            LaunchError: whether it runs cannot be known.
+        """
+        name = spec.name
+        self._forks += 1
+        claim = f"{self._config.socket_dir}/start-{self._forks}"
+        try:
+            pid = await zygote.fork(pickle.dumps(replace(spec, claim=claim)))
+        except ForkRefused as refused:
+            try:
+                pid = make_claim(claim)
+            except OSError as error:
+                raise LaunchError(
+                    f"{name}: it is not known whether the {zygote.name} zygote forked it ({refused}), since {claim} "
+                    f"cannot be made: {error}"
+                ) from None
+            if pid == os.getpid():
+                raise
+            logger.warning("%s was forked by the %s zygote as pid %d although %s", name, zygote.name, pid, refused)
+        child = self._adopt(name, pid)
+        child.ended.add_done_callback(lambda _: remove_claim(claim))
+        return child
 
     async def _candidates(self, spec: WorkerSpec) -> list[tuple[_Zygote, float]]:
         if f"{spec.role}:{spec.rank}" in self._unforkable:
@@ -255,8 +283,8 @@ class Spawner:
         except ProcessLookupError:
             raise LaunchError(f"{name} (pid {pid}) is not a child of the agent although it was just forked") from None
 
-    def _exec(self, name: str, spec: WorkerSpec, payload: bytes) -> Child:
-        data = memory_input(payload)
+    def _exec(self, name: str, spec: WorkerSpec) -> Child:
+        data = memory_input(pickle.dumps(spec))
         python = [sys.executable, *self._config.python_flags, "-P", "-u"]
         argv = [*python, "-m", "rlmesh.agent.worker.worker", str(os.getpid())]
         try:

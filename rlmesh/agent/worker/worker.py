@@ -34,6 +34,7 @@ from rlmesh.agent.monitoring.logs import last_lines, member_log
 from rlmesh.agent.monitoring.rejections import RejectionReporter
 from rlmesh.agent.processes import control_groups, ownership
 from rlmesh.agent.processes.process import become_member, open_log
+from rlmesh.agent.processes.start_claim import make_claim
 from rlmesh.agent.protocol import (
     AGENT,
     CONTROL,
@@ -102,6 +103,13 @@ def forked_main(payload: bytes, agent: int) -> int:
     os.dup2(log, 1)
     os.dup2(log, 2)
     os.close(log)
+    try:
+        if make_claim(spec.claim) != os.getpid():
+            print_error(f"{spec.name}: this process was forked too late and ends; its agent starts another one")
+            return 1
+    except OSError as error:
+        print_error(f"{spec.name} does not begin: it cannot claim its start by {spec.claim}: {error}")
+        return 1
     signal.signal(signal.SIGINT, signal.default_int_handler)
     os.environ.update(spec.env)
     time.tzset()
