@@ -14,13 +14,14 @@ def main() -> int:
     """Start the slow processes, then import the rest of the agent and run it."""
     ownership.prctl(ownership.PR_SET_CHILD_SUBREAPER, 1)
     ownership.prctl(ownership.PR_SET_NAME, b"rlmesh-agent")
+    guardian = int(os.environ.pop(ownership.GUARDIAN, os.getppid()))  # no process that is started below needs it
     line = _first_line(0)
     config = decode_config(line)
     started = boot(config, line)
 
     from rlmesh.agent.lifecycle import run_agent
 
-    return run_agent(config, started)
+    return run_agent(config, started, guardian)
 
 
 def _first_line(fd: int) -> bytes:

@@ -20,12 +20,14 @@ __all__ = ["run_agent"]
 logger = logging.getLogger(__name__)
 
 
-def run_agent(config: AgentConfig, started: Boot) -> int:
-    """Run the agent and return its exit code. No process is left below this one, also after an error."""
+def run_agent(config: AgentConfig, started: Boot, guardian: int) -> int:
+    """Run the agent and return its exit code. No process is left below this one, also after an error.
+
+    ``guardian``: its guardian's process number. If the guardian is gone at the end, the agent removes the node's files.
+    """
     import uvloop
 
     log_to_standard_error()
-    guardian = os.getppid()
     try:
         code = uvloop.run(_main(config, started))
     except LaunchError as error:

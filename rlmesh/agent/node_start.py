@@ -7,17 +7,22 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from rlmesh.agent.processes import ownership
 from rlmesh.agent.protocol import AgentConfig, ExitReport, Leftover
 from rlmesh.errors import LaunchError
 from rlmesh.runtime.process import clock
+from rlmesh.runtime.process.descriptors import await_readable
 from rlmesh.runtime.process.forked import forget_in_children
 
 __all__ = ["GuardianProcess", "decode_config", "encode_config", "guardian_command", "read_exit_report"]
 
+AGENT_END_S = 10.0
+"""Seconds that the agent of a killed guardian may take to end its node."""
 CONFIG_LIMIT_BYTES = 1 << 20
 """The guardian reads at most this many bytes. It is a separate program, so it has the same constant again."""
 
@@ -79,7 +84,7 @@ def read_exit_report(line: bytes, node_rank: int) -> ExitReport:
         )
     except (ValueError, TypeError, KeyError, AttributeError):
         unproven = Leftover("unproven", f"the guardian of node {node_rank} ended without a report", False)
-        return ExitReport(node_rank, -1, (unproven,), None, "the guardian died")
+        return ExitReport(node_rank, -1, (unproven,), None, "the guardian died", guarded=False)
 
 
 class GuardianProcess:
@@ -98,6 +103,7 @@ class GuardianProcess:
         env = dict(os.environ)
         clock.share_epoch(env)
         self.node_rank = config.node_rank
+        self._mark = f"{config.job_id}/{config.node_rank}"
         self.agent_log = Path(config.run_dir) / "logs" / f"agent-{config.node_rank}.log"
         try:
             self._process = subprocess.Popen(
@@ -148,7 +154,8 @@ class GuardianProcess:
         self._process.kill()
 
     def wait(self, timeout_s: float) -> ExitReport:
-        """Wait until the node has ended.
+        """Wait until the node has ended. If the guardian was killed, its agent ends the node within ``AGENT_END_S``,
+        which is waited for too.
 
         Raises:
             TimeoutError: the node did not end in time. It goes on; see ``let_go``.
@@ -166,7 +173,17 @@ class GuardianProcess:
             with self._process.stdout as output:
                 self._report = read_exit_report(output.read(), self.node_rank)
             self.let_go()
+            if not self._report.guarded:
+                self._await_agent()
         return self._report
+
+    def _await_agent(self) -> None:
+        """Wait until no process of the node is left, so that nobody writes into its folders any more."""
+        deadline = time.monotonic() + AGENT_END_S
+        for process in ownership.marked(self._mark):
+            if (fd := ownership.open_process(process)) is not None:
+                await_readable([fd], deadline - time.monotonic())
+                os.close(fd)
 
     def __enter__(self) -> GuardianProcess:
         return self

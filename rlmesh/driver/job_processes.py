@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import select
 import signal
 import time
 from collections.abc import Mapping, Sequence
@@ -14,6 +13,7 @@ from rlmesh.agent.node_start import GuardianProcess
 from rlmesh.agent.protocol import AgentConfig, ExitReport
 from rlmesh.master.jobspec import AGENT_PIDS, MASTER_PID
 from rlmesh.rendezvous.remote_node import RemoteNode
+from rlmesh.runtime.process.descriptors import await_readable
 
 
 class ProcessWatch:
@@ -61,7 +61,7 @@ class ProcessWatch:
 
     def _check(self) -> None:
         living = self.fds()
-        ready = select.select(living, [], [], 0)[0] if living else []
+        ready = await_readable(living, 0.0)
         self._dead |= {name: None for name, fd in self._fds.items() if fd in ready}
 
     def cause_of_death(
@@ -103,7 +103,7 @@ class ProcessWatch:
         """Wait until all watched processes have ended, which they do after their guardian."""
         deadline = time.monotonic() + timeout_s
         for fd in self._fds.values():
-            select.select([fd], [], [], max(0.0, deadline - time.monotonic()))
+            await_readable([fd], deadline - time.monotonic())
 
     def close(self) -> None:
         for fd in self._fds.values():

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import os
-import select
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -32,6 +31,7 @@ from rlmesh.run_directory.records import write_end
 from rlmesh.run_directory.starts import note_end
 from rlmesh.run_directory.workspace import Workspace
 from rlmesh.runtime.process import clock
+from rlmesh.runtime.process.descriptors import await_readable
 
 if TYPE_CHECKING:
     from rlmesh.driver.relaunch import Relaunch
@@ -286,7 +286,7 @@ class Session:
         here = [node for node in self._nodes if isinstance(node, GuardianProcess)]
         running = [node for node in here if node.node_rank not in self._ended_nodes]
         watched = [self._interrupt.fileno(), *self._watch.fds(), *(node.fileno() for node in running)]
-        select.select(watched, [], [], seconds)
+        await_readable(watched, seconds)
         self._interrupt.clear()
         self._ended_nodes |= {node.node_rank for node in running if not node.running()}
         if self._watch.fatal() or self._configs[0].node_rank in self._ended_nodes:

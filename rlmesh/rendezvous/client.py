@@ -10,7 +10,6 @@ import errno
 import logging
 import os
 import secrets
-import select
 import signal
 import sys
 import time
@@ -44,6 +43,7 @@ from rlmesh.run_directory.workspace import NodeFolder
 from rlmesh.runtime.future import Future
 from rlmesh.runtime.handle import MemberHandle
 from rlmesh.runtime.process import clock
+from rlmesh.runtime.process.descriptors import await_readable
 from rlmesh.runtime.runtime import Runtime
 from rlmesh.runtime.transport.inet import join_host_port, local_route_to, probe, resolve, tell_tried
 
@@ -295,7 +295,7 @@ class _NodeClient:
         return bool(tried) and all(each.code == errno.ECONNREFUSED for each in tried)
 
     def _pause(self) -> None:
-        select.select([self._wake_read], [], [], POLL_S)
+        await_readable([self._wake_read], POLL_S)
 
     def _take(self, order: Order) -> None:
         if isinstance(order, Over):
@@ -374,7 +374,7 @@ class _NodeClient:
             watched.append(self._guardian.fileno())
         if self._options.lifeline is not None and not self._eof:
             watched.append(self._options.lifeline)
-        ready = select.select(watched, [], [], POLL_S)[0]
+        ready = await_readable(watched, POLL_S)
         if self._wake_read in ready:
             os.read(self._wake_read, 4096)
         if self._options.lifeline in ready and not os.read(self._options.lifeline or 0, 4096):

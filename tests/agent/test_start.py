@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import time
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from rlmesh.agent.node_start import GuardianProcess, decode_config, encode_config, read_exit_report
+from rlmesh.agent.processes import ownership
 from rlmesh.agent.protocol import AgentConfig
 from rlmesh.errors import LaunchError
 from tests.own_time import HANG_S
@@ -59,3 +63,18 @@ def test_an_agent_without_a_master_ends_with_its_guardian(config: AgentConfig) -
 def test_no_report_proves_nothing() -> None:
     report = read_exit_report(b"", 1)
     assert (report.clean, report.why, report.node_rank) == (False, "the guardian died", 1)
+
+
+@pytest.mark.parametrize("after_s", [0.0, 0.3])
+def test_a_guardian_killed_while_its_agent_starts_leaves_nothing(config: AgentConfig, after_s: float) -> None:
+    mark = f"{config.job_id}/{config.node_rank}"
+    with GuardianProcess(config) as guardian:
+        deadline = time.monotonic() + HANG_S
+        while not ownership.marked(mark) and time.monotonic() < deadline:
+            time.sleep(0.001)
+        time.sleep(after_s)  # before and after the agent has imported what it needs
+        os.kill(guardian.pid, signal.SIGKILL)
+        report = guardian.wait(HANG_S)
+        assert ownership.marked(mark) == []
+        assert not Path(config.socket_dir).exists()
+    assert (report.guarded, report.why) == (False, "the guardian died")

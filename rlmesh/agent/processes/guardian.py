@@ -394,6 +394,7 @@ def agent_environment(mark: str) -> dict[str, str]:
     """This environment with the node's mark; ``rlmesh`` stays importable if run from a checkout."""
     env = dict(os.environ)
     env[ownership.NODE_MARK] = mark
+    env[ownership.GUARDIAN] = str(os.getpid())
     package = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
     root = os.path.dirname(package)
     if os.path.basename(root) not in ("site-packages", "dist-packages"):

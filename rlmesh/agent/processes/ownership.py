@@ -25,6 +25,9 @@ PR_SET_CHILD_SUBREAPER = 36
 
 NODE_MARK = "RLMESH_NODE"
 """Environment variable of every process of a node: ``<job_id>/<node_rank>``."""
+GUARDIAN = "RLMESH_GUARDIAN"
+"""Environment variable of the agent: the number of its guardian's process, which may be gone by the time the agent
+looks."""
 SHARED_SIGNALS = "RLMESH_SHARED_SIGNALS"
 """Environment variable; 1 where all processes of the job are signalled at once, as Slurm does. The launcher gets the
 signal too, and decides what SIGTERM to one of them means."""

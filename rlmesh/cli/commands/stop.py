@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import select
 import sys
 import time
 from collections.abc import Callable
@@ -19,6 +18,7 @@ from rlmesh.cli.quantities import seconds
 from rlmesh.driver.outcome import STOP_COMMAND
 from rlmesh.errors import CallError, LaunchError
 from rlmesh.run_directory.discovery import RunningJob
+from rlmesh.runtime.process.descriptors import await_readable
 
 GRACE_S = 10.0
 END_S = 15.0
@@ -80,7 +80,7 @@ class _ProcessWatch:
         return self.ended
 
     def ended(self) -> bool:
-        return self._fd < 0 or bool(select.select([self._fd], [], [], 0)[0])
+        return self._fd < 0 or bool(await_readable([self._fd], 0.0))
 
     def __exit__(self, *_: object) -> None:
         if self._fd >= 0:

@@ -156,9 +156,10 @@ def _listen(pipe: IO[bytes], course: Course, deadlines: CheckDeadlines) -> bool:
     """Take messages until the process is done or gone; False if a call exceeds its deadline."""
     limits = {"step": deadlines.step_s, "reset": deadlines.reset_s, "start": deadlines.start_s}
     unread, until = b"", time.monotonic() + limits["start"]
+    poll = select.poll()
+    poll.register(pipe, select.POLLIN)
     while not course.done:
-        ready, _, _ = select.select([pipe], [], [], max(0.0, until - time.monotonic()))
-        if not ready:
+        if not poll.poll(max(0.0, until - time.monotonic()) * 1000):
             return False
         received = os.read(pipe.fileno(), 1 << 16)
         if not received:

@@ -228,8 +228,10 @@ class Sandbox(AbstractContextManager["Sandbox"]):
         """
         assert self._process.stdout is not None
         deadline = time.monotonic() + timeout_s
+        poll = select.poll()
+        poll.register(self._process.stdout, select.POLLIN)
         while b"\n" not in self._read:
-            ready, _, _ = select.select([self._process.stdout], [], [], max(0.0, deadline - time.monotonic()))
+            ready = poll.poll(max(0.0, deadline - time.monotonic()) * 1000)
             data = os.read(self._process.stdout.fileno(), 2**20) if ready else b""
             if not data:
                 raise UsageError("it ended" if ready else f"no answer in {timeout_s:.0f} s")

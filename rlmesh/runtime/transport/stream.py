@@ -9,7 +9,6 @@ Format of a packet: magic (4 bytes), number of frames (u32), the length of each 
 from __future__ import annotations
 
 import asyncio
-import select
 import socket
 import struct
 import time
@@ -19,6 +18,7 @@ from collections.abc import Callable
 from threading import RLock
 from typing import Any, Protocol, TypeVar
 
+from rlmesh.runtime.process.descriptors import await_writable
 from rlmesh.runtime.transport.base import PACKET_LIMIT_BYTES, UNAUTHENTICATED_LIMIT_BYTES, PacketReceiver
 from rlmesh.runtime.transport.receive_buffers import allocate
 from rlmesh.wire.envelope import Buffer, Frames
@@ -247,7 +247,7 @@ class StreamLink:
         """Send the queue before the end, for as long as the peer reads and until the deadline."""
         with self._lock:
             while self._backlog and self._socket is not None and (left := deadline - time.monotonic()) > 0:
-                if not select.select([], [self._socket], [], left)[1]:
+                if not await_writable(self._socket.fileno(), left):
                     return
                 parts = list(self._backlog)
                 self._backlog.clear()
