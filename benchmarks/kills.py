@@ -87,8 +87,8 @@ def hit(job: Running, kill: Kill, after_s: float) -> Found | None:
     time.sleep(max(0.0, job.began + after_s - time.monotonic()))
     while job.process.poll() is None:
         targets = sorted((found for found in job.processes() if found.what == kill.target), key=lambda found: found.pid)
-        if kill.target == "zygote":
-            targets = targets[:1]  # a fork of it has its name until it is a worker
+        if kill.target in ("guardian", "zygote"):
+            targets = targets[:1]  # a fork of it has its name until it is the agent or a worker
         if targets:
             victim = targets[kill.draw % len(targets)]
             try:
