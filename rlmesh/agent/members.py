@@ -71,6 +71,7 @@ class NodeMembers:
         self._specs: dict[Child, WorkerSpec] = {}
         self._started_at: dict[Child, float] = {}
         self._starting: dict[MemberKey, asyncio.Task[int]] = {}
+        self._pids: dict[MemberKey, int] = {}
         self._oom = OomCounters()
 
     def __iter__(self) -> Iterator[tuple[Child, WorkerSpec]]:
@@ -92,7 +93,8 @@ class NodeMembers:
     # Start
 
     async def start(self, specs: Sequence[WorkerSpec]) -> tuple[int, ...]:
-        """Start members and return their process numbers, in order. Members that already run are not started again.
+        """Start members and return their process numbers, in order. A member that runs, or has run and ended, is not
+        started again: an order is repeated when its answer is lost.
 
         Raises:
             LaunchError: a member could not be started; the others are running.
@@ -104,12 +106,11 @@ class NodeMembers:
         return tuple(pid for pid in results if isinstance(pid, int))
 
     async def _start_once(self, spec: WorkerSpec) -> int:
-        """Start a member unless it runs. The start goes on if the master that asked for it dies: a fork must not be
+        """Start a member unless it was started before. The start goes on if the master that asked for it dies: a fork must not be
         left half-way, and the next master asks again."""
         key = spec.key
-        for child, other in self:
-            if other.key == key:
-                return child.pid
+        if key in self._pids:
+            return self._pids[key]
         task = self._starting.get(key)
         if task is None:
             task = self._starting[key] = asyncio.get_running_loop().create_task(self._start(spec))
@@ -125,6 +126,7 @@ class NodeMembers:
         spec = replace(self._completed(spec), cgroup=self._cleanup.groups.make(spec))
         started = await self._spawner.start_member(spec)
         self._specs[started.child] = spec
+        self._pids[spec.key] = started.child.pid
         self._started_at[started.child] = time.monotonic()
         logger.info(
             "%s:%d.%d is pid %d (%s, %.0f ms)",

@@ -117,6 +117,22 @@ async def test_sys_exit_ends_the_process_with_its_code(node: Node) -> None:
     assert not [said for said in node.master.said if said[0] == "failed"]
 
 
+async def test_an_order_whose_answer_was_lost_starts_no_member_twice(node: Node) -> None:
+    orders = [node.spec("ExitsInRun", "ACTOR:5"), node.spec("Echo", "ACTOR:0")]
+    pids = await node.spawn(*orders)
+    hello = await node.bound("ACTOR:5")
+    await node.bound("ACTOR:0")
+    await node.master.heard("ready", "ACTOR:5")
+    assert await node.spawn(*orders) == pids  # while they run
+    await node.control(hello).call("begin_run")
+    await node.exited("ACTOR:5")
+    assert await node.spawn(*orders) == pids  # after one of them has ended
+    (again,) = await node.spawn(node.spec("Echo", "ACTOR:5", incarnation=1))
+    assert again not in pids
+    bound = [said[2].pid for said in node.master.said if said[0] == "bound"]
+    assert sorted(bound) in (sorted(pids), sorted((*pids, again)))
+
+
 async def begun(node: Node, name: str) -> None:
     """``run()`` is entered some time after it was asked for."""
     await asyncio.to_thread(wait_until, lambda: "run" in node.notes(name))
