@@ -110,15 +110,18 @@ def unknown_key(place: str, sections: Mapping[str, Sequence[str]]) -> str:
     section, _, key = place.rpartition(".")
     own = sections.get(section, ())
     elsewhere = [name for name, keys in sections.items() if name != section and key in keys]
+    # Names of other libraries; the one that has most sections of the place first.
+    named = sorted((n for n in ELSEWHERE if f".{place}".endswith(f".{n}") or n == key), key=len, reverse=True)
     fault = f"there is no setting {place!r}"
     if near := get_close_matches(key, own, 1, cutoff=0.85):
         return f"{fault}; did you mean {f'{section}.{near[0]}'.lstrip('.')}?"
     if elsewhere:
+        meant = [ELSEWHERE[name].rpartition(".")[0] for name in named[:1]]
+        elsewhere.sort(key=lambda name: name not in meant)
         first, *others = [f"{name}.{key}".lstrip(".") for name in elsewhere]
         belongs = f"the section {elsewhere[0]}" if elsewhere[0] else "no section"
         too = f" There is {' and '.join(others)} too." if others else ""
         return f"{fault}: it belongs to {belongs}; did you mean {first}?{too}"
-    named = [name for name in ELSEWHERE if f".{place}".endswith(f".{name}") or name == key]
     if not named and (near := get_close_matches(key, own, 1)):
         return f"{fault}; did you mean {f'{section}.{near[0]}'.lstrip('.')}?"
     # Without a similar key in this section, another library's name is suggested, but only if it is very similar.

@@ -17,7 +17,7 @@ from rlmesh.rl import group_advantages, kl, losses  # noqa: E402
 from rlmesh.rl.algorithms import GRPO, Evaluated  # noqa: E402
 from rlmesh.rl.algorithms.choices import KLEstimator, Level  # noqa: E402
 from rlmesh.rl.algorithms.grpo import PRESETS, Advantage, Loss  # noqa: E402
-from rlmesh.rl.faults import keys_of  # noqa: E402
+from rlmesh.rl.faults import keys_of, unknown_key  # noqa: E402
 from rlmesh.rl.roles.actor import ActorRole  # noqa: E402
 from rlmesh.rl.trainers.named import ALGORITHMS  # noqa: E402
 from rlmesh.rl.trainers.other_names import ELSEWHERE  # noqa: E402
@@ -128,3 +128,21 @@ def test_names_of_other_libraries_are_in_the_page() -> None:
     for ours in settings:
         section, _, key = ours.rpartition(".")
         assert key in sections[section], ours
+
+
+def test_the_error_about_a_name_of_another_library_suggests_the_name_in_the_page() -> None:
+    found: dict[str, set[str]] = {}
+    for ours, *cells in (row for row in rows("coming-from.md") if len(row) == 4):
+        if re.match(r"`[a-z]", ours):
+            for name in re.findall(r"`([\w.]+)`", " ".join(cells)):
+                found.setdefault(name, set()).add(ours.strip("`"))
+    del found["accelerate"]  # a program with a configuration of its own
+    # Some files name the algorithm, whose settings are then known.
+    for sections in (dict(keys_of(Run)), dict(keys_of(Run)) | {"algorithm": tuple(vars(GRPO()))}):
+        known = {f"{section}.{key}".lstrip(".") for section, keys in sections.items() for key in keys}
+        for name, settings in found.items():
+            error = unknown_key(name, sections)
+            assert name in known or any(f"did you mean {ours}?" in error for ours in settings), error
+        assert unknown_key("temperature", sections).endswith(
+            "rollout.temperature? There is evaluation.temperature too."
+        )

@@ -20,6 +20,7 @@ openai = pytest.importorskip("openai")
 
 from rlmesh.errors import UsageError, WeightsNotReady  # noqa: E402
 from rlmesh.rl.engines.rollout import Sample, SamplingParams  # noqa: E402
+from rlmesh.rl.rollout.endpoint import sessions  # noqa: E402
 from rlmesh.rl.rollout.endpoint.openai_requests import read_request  # noqa: E402
 from rlmesh.rl.rollout.endpoint.server import Endpoint  # noqa: E402
 from rlmesh.rl.rollout.endpoint.sessions import AgentSession  # noqa: E402
@@ -379,6 +380,25 @@ async def test_a_turn_after_one_that_was_given_up_has_a_seed_of_its_own() -> Non
         third = session.begin(request)
         seeds = [one.seed for begun in (first, second, third) for one in begun.params]
         assert len(set(seeds)) == 6 and session.turn == 4
+
+
+async def test_sampling_fields_of_a_client_that_have_no_effect_are_logged_once(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sessions, "_told", set())
+    async with serving(echo) as served:
+        session, _ = served.session(history="branch")
+        plain = read_request(json.dumps({"messages": [USER]}).encode(), chat=True, max_tokens=100)
+        given = {"messages": [USER], "seed": 7, "temperature": 0.25}
+        asking = read_request(json.dumps(given).encode(), chat=True, max_tokens=100)
+        (first,) = session.begin(plain).params
+        assert not caplog.messages
+        (second,), (_third,) = session.begin(asking).params, session.begin(asking).params
+        told = [one for one in caplog.messages if "the agent asks for" in one]
+        assert [one.split()[4].split("=")[0] for one in told] == ["temperature", "seed"]
+        assert "seed=7, which has no effect" in told[1]
+        # The agent's seed changes nothing: the turns of an episode follow from its own.
+        assert second.temperature == 1.0 and second.seed not in (7, first.seed)
 
 
 async def test_a_client_that_goes_away_leaves_no_turn() -> None:

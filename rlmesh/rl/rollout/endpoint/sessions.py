@@ -208,6 +208,7 @@ class AgentSession:
             raise RequestRefused(f"{self.task.name}: {error}", param="messages") from error
 
     def _tell_of_fixed(self, request: CompletionRequest) -> None:
+        """Warn, once for each field in the life of the process, that a value of the client has no effect."""
         for name in FIXED:
             wanted, own = getattr(request.params, name), getattr(self._params, name)
             if name in request.own and wanted != own and name not in _told:
@@ -216,3 +217,9 @@ class AgentSession:
                     "the agent asks for %s=%s, but its episodes are sampled with the run's %s=%s: a policy is trained "
                     "on what it samples", name, wanted, name, own,
                 )  # fmt: skip
+        if "seed" in request.own and "seed" not in _told:
+            _told.add("seed")
+            logger.warning(
+                "the agent asks for seed=%s, which has no effect: the seed of a turn follows from that of its episode",
+                request.params.seed,
+            )
