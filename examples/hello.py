@@ -11,8 +11,7 @@ class Greeter:
 
 class Trainer:
     def run(self) -> None:
-        names = ["Ada", "Alan", "Emmy", "Grace", "Kurt"]
-        for greeting in RoleGroup("GREETER").call_batch(Greeter.greet, names):
+        for greeting in RoleGroup("GREETER").call_batch(Greeter.greet, ["Ada", "Alan", "Emmy"]):
             print(greeting)
 
 

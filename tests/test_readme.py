@@ -13,6 +13,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text()
 HELLO = ROOT / "examples" / "hello.py"
+GRPO = ROOT / "examples" / "grpo.py"
 CARTPOLE = ROOT / "examples" / "envs" / "cartpole.py"
 
 
@@ -26,7 +27,7 @@ def test_the_readme_and_the_hello_world_stay_short() -> None:
 
 
 def test_the_readme_shows_the_files() -> None:
-    assert blocks("python") == [HELLO.read_text(), CARTPOLE.read_text()]
+    assert blocks("python") == [HELLO.read_text(), GRPO.read_text(), CARTPOLE.read_text()]
 
 
 def test_the_readme_shows_the_output(tmp_path: Path) -> None:

@@ -57,6 +57,11 @@ class Maker:
         self.go.wait(20)
         return [bytes(5_000) for _ in items[1:]]
 
+    @rpc(concurrent=2)
+    def has_read(self) -> None:
+        """Return once all that was sent before is read. A producer that has not read yet that its result is passed on
+        sends it to its caller."""
+
     @rpc
     def fail(self) -> None:
         self.go.wait(20)
@@ -151,6 +156,7 @@ def test_bytes_go_from_the_producer_to_the_consumer(mesh: Mesh, until: Callable[
     made = makers[0].call("make", LARGE)
     used = users[0].call("size", made)
     assert "waits for an argument, from MAKER:0.make() for" in used.waiting_for()
+    makers[0].call("has_read").result()
     maker.go.set()
     assert used.result() == LARGE
     assert counter.nbytes < 10_000, "the result passed the caller"
@@ -206,7 +212,8 @@ def test_batches_are_split_where_they_are(mesh: Mesh, no_shared_memory: None, wo
     made = makers.call_batch("batch", 12, list(range(12)))
     used = users.call_batch("firsts", 12, made)
     assert not used.done()
-    for member in members:
+    for rank, member in enumerate(members):
+        makers[rank].call("has_read").result()
         member.go.set()
     assert list(used) == list(range(12))
     received = [counter.nbytes for counter in counters]
@@ -324,6 +331,7 @@ def test_a_cancelled_or_forgotten_future_is_released(mesh: Mesh, until: Callable
     makers, users = mesh.serve("MAKER", maker), mesh.serve("USER", User())
     made = makers[0].call("make", LARGE)
     used = users[0].call("size", made)
+    makers[0].call("has_read").result()
     maker.go.set()
     used.result()
     producer = runtime_of(mesh, "MAKER:0")
@@ -349,6 +357,7 @@ def test_the_end_of_a_caller_releases_what_was_kept_for_it(mesh: Mesh, until: Ca
     caller = Runtime.start(name="second", key=KEY, bind=False)
     made = caller.peer("MAKER:0", mesh.addresses[0].endpoint or "").call("make", LARGE)
     used = caller.peer("USER:0", mesh.addresses[1].endpoint or "").call("size", made)
+    caller.peer("MAKER:0", mesh.addresses[0].endpoint or "").call("has_read").result()
     maker.go.set()
     assert used.result() == LARGE and kept(runtime_of(mesh, "MAKER:0")) == 1
     caller.close()
