@@ -18,7 +18,7 @@ if __name__ == "__main__":
     folder, *words = sys.argv[1:] or ["tiny"]
     run = Run.from_args(
         words, model=folder, data=f"{folder}/train.jsonl", validation=f"{folder}/validation.jsonl", rewards=[spelled],
-        algorithm=GRPO(samples=8), steps=180, batch_size=96,
-        actor=ActorSettings(lr=6e-4, warmup_steps=5, ranks=2), rollout=RolloutSettings(max_tokens=6),
+        algorithm=GRPO(samples=8), steps=190, batch_size=128,
+        actor=ActorSettings(lr=5e-4, warmup_steps=5, ranks=2), rollout=RolloutSettings(engines=2, max_tokens=6),
     )  # fmt: skip
     print("held-out accuracy:", run.submit("grpo").metrics["val/reward/spelled/right"])
