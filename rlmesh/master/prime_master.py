@@ -216,17 +216,18 @@ class PrimeMaster:
 
     @rpc(concurrent=MOST_CALLS)
     async def register_agent(self, node: NodeInfo, sender: str, running: tuple[MemberProcess, ...]) -> Grant:
-        """Register an agent. A node that was given up is accepted again when none of its members runs any more."""
-        if running and self._is_given_up(node.node_rank):
+        """Register an agent. A node that was given up is accepted again when none of its members runs any more. An
+        agent in whose place another one has registered is not: two would run the same members."""
+        if self._watch.is_replaced(sender) or (running and self._is_given_up(node.node_rank)):
             return Grant(0.0)
-        self._watch.registered(node)
+        self._watch.registered(node, sender)
         await self._events.post_and_save(ev.AgentRegistered(node, running))
         return self._grant(node.node_rank)
 
     @rpc(concurrent=MOST_CALLS)
     async def renew(self, node_rank: int, sender: str) -> Grant:
         """Renew an agent's lease."""
-        if self._is_given_up(node_rank):
+        if self._watch.is_replaced(sender) or self._is_given_up(node_rank):
             return Grant(0.0)
         self._watch.renew(node_rank)
         return self._grant(node_rank)
@@ -250,7 +251,7 @@ class PrimeMaster:
 
     @rpc
     async def device_failed(self, node_rank: int, uuid: str, what: str) -> None:
-        self._events.post(ev.DeviceFailed(node_rank, uuid, what))
+        await self._events.post_and_save(ev.DeviceFailed(node_rank, uuid, what))
 
     # Called by workers
 
@@ -389,7 +390,7 @@ class PrimeMaster:
     @rpc
     async def notice(self, reason: str, within_s: float, grace_s: float) -> None:
         """Give notice that the job must end soon: its ranks stop together, save what must survive, and end."""
-        self._events.post(ev.NoticeGiven(reason, within_s, grace_s))
+        await self._events.post_and_save(ev.NoticeGiven(reason, within_s, grace_s))
 
     @rpc
     async def goodbye(self) -> None:

@@ -35,6 +35,8 @@ class AgentWatch:
         self._leases = NodeLeases((), clock(), lease_s)
         self._suspected: dict[int, str] = {}
         self._given_up: set[int] = set()
+        self._senders: dict[int, str] = {}
+        self._replaced: set[str] = set()
         self._fds: dict[int, int] = {}
         self._pids: dict[int, int] = {}
         self._tasks: set[asyncio.Task[None]] = set()
@@ -44,8 +46,12 @@ class AgentWatch:
         for node in nodes:
             self.registered(node)
 
-    def registered(self, node: NodeInfo) -> None:
-        """Watch an agent that registered; its lease begins."""
+    def registered(self, node: NodeInfo, sender: str = "") -> None:
+        """Watch an agent that registered; its lease begins. ``sender``: its identity, empty if it is not known."""
+        before = self._senders.get(node.node_rank, sender)
+        if sender:
+            self._replaced |= {before} - {sender}
+            self._senders[node.node_rank] = sender
         self._given_up.discard(node.node_rank)
         self.renew(node.node_rank)
         self._suspected.pop(node.node_rank, None)
@@ -67,6 +73,10 @@ class AgentWatch:
     def is_given_up(self, node_rank: int) -> bool:
         """True if a node was given up here, even if the job manager does not know it yet."""
         return node_rank in self._given_up
+
+    def is_replaced(self, sender: str) -> bool:
+        """True if another agent has registered for the node of this one, which may have stood still meanwhile."""
+        return sender in self._replaced
 
     def renew(self, node_rank: int) -> None:
         """Renew an agent's lease, unless its node was given up."""
