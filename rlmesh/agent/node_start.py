@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import fcntl
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -115,12 +118,26 @@ class GuardianProcess:
                 bufsize=0,
                 env=env,
             )
-            assert self._process.stdin is not None
-            self._process.stdin.write(line)
         except OSError as error:
             raise LaunchError(f"the guardian of node {config.node_rank} could not be started: {error}") from error
+        self._give(line)
         self._report: ExitReport | None = None
         forget_in_children(self)
+
+    def _give(self, line: bytes) -> None:
+        assert self._process.stdin is not None and self._process.stdout is not None
+        with suppress(OSError):  # this user has many pipes: new ones are small, and a guardian that is stopped blocks
+            fcntl.fcntl(self._process.stdin, fcntl.F_SETPIPE_SZ, max(len(line), 65536))
+        try:
+            self._process.stdin.write(line)
+        except BrokenPipeError:
+            self._process.stdin.close()
+            self._process.stdout.close()
+            code = self._process.wait()
+            how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
+            raise LaunchError(
+                f"the guardian of node {self.node_rank} (pid {self.pid}) {how} before it had read its configuration"
+            ) from None
 
     def forked(self) -> None:
         """Close the pipes in a forked child, which would keep them open: the guardian must notice the parent's end."""
