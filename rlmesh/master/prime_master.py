@@ -217,8 +217,10 @@ class PrimeMaster:
     @rpc(concurrent=MOST_CALLS)
     async def register_agent(self, node: NodeInfo, sender: str, running: tuple[MemberProcess, ...]) -> Grant:
         """Register an agent. A node that was given up is accepted again when none of its members runs any more. An
-        agent in whose place another one has registered is not: two would run the same members."""
-        if self._watch.is_replaced(sender) or (running and self._is_given_up(node.node_rank)):
+        agent in whose place another one has come is not, and that one waits until nothing of the other one can run:
+        two would run the same members."""
+        may = self._watch.may_register(node.node_rank, sender, runs=bool(running))
+        if not may or (running and self._is_given_up(node.node_rank)):
             return Grant(0.0)
         self._watch.registered(node, sender)
         await self._events.post_and_save(ev.AgentRegistered(node, running))
@@ -227,7 +229,7 @@ class PrimeMaster:
     @rpc(concurrent=MOST_CALLS)
     async def renew(self, node_rank: int, sender: str) -> Grant:
         """Renew an agent's lease."""
-        if self._watch.is_replaced(sender) or self._is_given_up(node_rank):
+        if not self._watch.has_node(node_rank, sender) or self._is_given_up(node_rank):
             return Grant(0.0)
         self._watch.renew(node_rank)
         return self._grant(node_rank)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -15,6 +16,7 @@ from rlmesh.master.jobspec import JobSpec
 from rlmesh.master.prime_master import PrimeMaster
 from rlmesh.master.state.persistence import Persistence
 from rlmesh.master.state.store import STORE_FILE
+from rlmesh.placement.machine.inventory import NodeInfo
 from rlmesh.runtime.connections.security import make_key
 from rlmesh.runtime.runtime import Runtime
 from tests.master.bench import job, node, role
@@ -47,21 +49,59 @@ async def serving(master: PrimeMaster) -> AsyncIterator[None]:
     await asyncio.wait_for(task, HANG_S)
 
 
+RUNNING = (MemberProcess("TRAINER", 0, 0, 17),)
+FIRST = replace(node(0), machine="a third")
+OLD = replace(node(1), machine="another")
+NEW = replace(OLD, agent_endpoint="tcp://127.0.0.1:7")
+
+
+async def asks(master: PrimeMaster, info: NodeInfo, sender: str, *running: MemberProcess) -> float:
+    """The lease that an agent gets when it registers."""
+    return (await master.register_agent(info, sender, running)).lease_s
+
+
+async def until_lost(master: PrimeMaster) -> None:
+    deadline = time.monotonic() + HANG_S
+    while 1 not in master.manager.context.lost_nodes:
+        assert time.monotonic() < deadline
+        await asyncio.sleep(0.01)
+
+
 async def test_an_agent_in_whose_place_another_one_registered_runs_nothing_any_more(tmp_path: Path) -> None:
     """Its node stood still until another machine had its rank, and goes on now with its members."""
-    running = (MemberProcess("TRAINER", 0, 0, 17),)
-    elsewhere = replace(node(1), machine="another")
     async with open_master(tmp_path) as master, serving(master):
-        assert (await master.register_agent(elsewhere, "old", ())).lease_s == LEASE_S
-        assert (await master.register_agent(elsewhere, "old", running)).lease_s == LEASE_S  # after a lost connection
+        assert await asks(master, FIRST, "first") == LEASE_S
+        assert await asks(master, OLD, "old") == LEASE_S
+        assert await asks(master, OLD, "old", *RUNNING) == LEASE_S, "after a lost connection"
         assert (await master.renew(1, "old")).lease_s == LEASE_S
-        new = replace(elsewhere, agent_endpoint="tcp://127.0.0.1:7")
-        assert (await master.register_agent(new, "new", ())).lease_s == LEASE_S
+        await master.agent_ended(1, "gave no sign of life", True)
+        await until_lost(master)
+        assert await asks(master, NEW, "new") == LEASE_S
         assert (await master.renew(1, "old")).lease_s == 0.0
-        for what in (running, ()):
-            assert (await master.register_agent(elsewhere, "old", what)).lease_s == 0.0
-        assert master.manager.context.nodes[1] == new
+        for running in (RUNNING, (), ()):
+            assert await asks(master, OLD, "old", *running) == 0.0
+        assert master.manager.context.nodes[1] == NEW and not master.manager.context.lost_nodes
         assert (await master.renew(1, "new")).lease_s == LEASE_S
+
+
+async def test_an_agent_waits_until_the_one_in_whose_place_it_comes_runs_nothing(tmp_path: Path) -> None:
+    """The launch of a node was killed and is started again, while its first guardian and agent are late to end."""
+    async with open_master(tmp_path) as master, serving(master):
+        assert await asks(master, FIRST, "first") == LEASE_S
+        assert await asks(master, OLD, "old", *RUNNING) == LEASE_S
+        await master.agent_ended(1, "its launch is gone", False)
+        for _ in range(2):
+            assert await asks(master, NEW, "new") == 0.0
+        for sender in ("new", "old"):
+            assert (await master.renew(1, sender)).lease_s == 0.0
+        assert await asks(master, OLD, "old") == 0.0, "it does not know yet that it has no lease"
+        assert not master.manager.context.lost_nodes
+        assert await asks(master, OLD, "old", *RUNNING) == 0.0
+        assert await asks(master, NEW, "new") == 0.0
+        assert await asks(master, OLD, "old") == 0.0
+        await until_lost(master)
+        assert await asks(master, NEW, "new") == LEASE_S
+        assert master.manager.context.nodes[1] == NEW
 
 
 @pytest.mark.parametrize("what", ["stop", "notice", "device_failed"])
