@@ -112,8 +112,8 @@ class Agent:
     @rpc
     async def spawn(self, specs: tuple[WorkerSpec, ...], term: int = 0) -> tuple[int, ...]:
         """Start members and return their process numbers, in order. The members are not up yet: they register when they
-        are. Members that run, or have run and ended, are not started again. ``term``: how often the master had given this node up when
-        it ordered the starts; they are refused if that is not the term of the last `Grant`.
+        are. Members that run, or have run and ended, are not started again. ``term``: how often the master had given
+        this node up when it ordered the starts; they are refused if that is not the term of the last `Grant`.
 
         Raises:
             LaunchError: a member could not be started; the others are running.
