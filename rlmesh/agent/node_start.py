@@ -26,6 +26,8 @@ __all__ = ["GuardianProcess", "decode_config", "encode_config", "guardian_comman
 
 AGENT_END_S = 10.0
 """Seconds that the agent of a killed guardian may take to end its node."""
+EXEC_S = 0.05
+"""More than the kernel needs between the two steps of an exec in which it closes files and sets the environment."""
 CONFIG_LIMIT_BYTES = 1 << 20
 """The guardian reads at most this many bytes. It is a separate program, so it has the same constant again."""
 
@@ -88,6 +90,14 @@ def read_exit_report(line: bytes, node_rank: int) -> ExitReport:
     except (ValueError, TypeError, KeyError, AttributeError):
         unproven = Leftover("unproven", f"the guardian of node {node_rank} ended without a report", False)
         return ExitReport(node_rank, -1, (unproven,), None, "the guardian died", guarded=False)
+
+
+def _read_all(fd: int) -> bytes:
+    """Read a dead guardian's output to its end, which its agent may hold open for some time while it starts."""
+    data, deadline = b"", time.monotonic() + AGENT_END_S
+    while await_readable([fd], deadline - time.monotonic()) and (read := os.read(fd, 1 << 16)):
+        data += read
+    return data
 
 
 class GuardianProcess:
@@ -188,7 +198,7 @@ class GuardianProcess:
                     f"see {self.agent_log}"
                 ) from None
             with self._process.stdout as output:
-                self._report = read_exit_report(output.read(), self.node_rank)
+                self._report = read_exit_report(_read_all(output.fileno()), self.node_rank)
             self.let_go()
             if not self._report.guarded:
                 self._await_agent()
@@ -197,7 +207,10 @@ class GuardianProcess:
     def _await_agent(self) -> None:
         """Wait until no process of the node is left, so that nobody writes into its folders any more."""
         deadline = time.monotonic() + AGENT_END_S
-        for process in ownership.marked(self._mark):
+        if not (processes := ownership.marked(self._mark)):
+            time.sleep(EXEC_S)
+            processes = ownership.marked(self._mark)
+        for process in processes:
             if (fd := ownership.open_process(process)) is not None:
                 await_readable([fd], deadline - time.monotonic())
                 os.close(fd)

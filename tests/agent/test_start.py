@@ -85,6 +85,39 @@ def test_a_guardian_killed_while_its_agent_starts_leaves_nothing(config: AgentCo
     assert (report.guarded, report.why) == (False, "the guardian died")
 
 
+SLOW_EXEC = """
+import os, runpy, sys, time
+folder = os.path.dirname({path!r})
+sys.path[:0] = [folder, os.path.dirname(os.path.dirname(folder))]
+real = os.execvpe
+def execvpe(*given):
+    time.sleep(0.3)
+    real(*given)
+os.execvpe = execvpe
+sys.argv = [{path!r}]
+runpy.run_path({path!r}, run_name="__main__")
+"""
+
+
+def test_a_guardian_killed_between_fork_and_exec_of_its_agent_leaves_nothing(
+    config: AgentConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    *python, path = node_start.guardian_command()
+    monkeypatch.setattr(node_start, "guardian_command", lambda: [*python, "-c", SLOW_EXEC.format(path=path)])
+    mark = f"{config.job_id}/{config.node_rank}"
+    with GuardianProcess(config) as guardian:
+        children = Path(f"/proc/{guardian.pid}/task/{guardian.pid}/children")
+        deadline = time.monotonic() + HANG_S
+        while not (forked := children.read_text().split()) and time.monotonic() < deadline:
+            time.sleep(0.001)
+        assert ownership.marked(mark) == [], "it is before its exec"
+        os.kill(guardian.pid, signal.SIGKILL)
+        assert not guardian.wait(HANG_S).guarded
+        agent = ownership.read_process(int(forked[0]))
+        assert agent is None or not agent.running
+        assert not Path(config.socket_dir).exists()
+
+
 def begins_by(monkeypatch: pytest.MonkeyPatch, command: str, *, ends: bool) -> None:
     """A guardian does this first; ``ends``: nothing is written to it before it has ended."""
     monkeypatch.setattr(node_start, "guardian_command", lambda: ["sh", "-c", command])
