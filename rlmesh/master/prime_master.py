@@ -338,6 +338,7 @@ class PrimeMaster:
         ``proven`` is False if the guardian did not say so itself.
         """
         self._watch.ended(node_rank, how, proven=proven)
+        await self._events.post_and_save(ev.Tick())  # with the loss of the node, if that is proven
 
     @rpc
     async def status(self, records_from: int = 0) -> JobStatus:

@@ -104,7 +104,7 @@ async def test_an_agent_waits_until_the_one_in_whose_place_it_comes_runs_nothing
         assert master.manager.context.nodes[1] == NEW
 
 
-@pytest.mark.parametrize("what", ["stop", "notice", "device_failed"])
+@pytest.mark.parametrize("what", ["stop", "notice", "device_failed", "agent_ended"])
 async def test_what_a_master_has_confirmed_its_successor_knows(tmp_path: Path, what: str) -> None:
     """Whoever gets the answer does not ask again."""
     async with open_master(tmp_path) as master:
@@ -113,6 +113,7 @@ async def test_what_a_master_has_confirmed_its_successor_knows(tmp_path: Path, w
                 "stop": lambda: master.stop("it must end", 1.0),
                 "notice": lambda: master.notice("it must end", 60.0, 1.0),
                 "device_failed": lambda: master.device_failed(0, "v0", "it fell off the bus"),
+                "agent_ended": lambda: master.agent_ended(0, "its machine is off", True),
             }[what]()
         )
         await asyncio.wait([called], timeout=0.05)
