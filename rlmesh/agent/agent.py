@@ -36,7 +36,7 @@ from rlmesh.agent.processes.process_table import Child, ProcessTable, stop
 from rlmesh.agent.processes.spawner import Spawner
 from rlmesh.agent.processes.stopped import LOOK_S, LOOKS, StoppedLooks
 from rlmesh.agent.protocol import MASTER, AgentConfig, ExitReport, MemberProcess, WorkerSpec
-from rlmesh.agent.reliable_outbox import Outbox
+from rlmesh.agent.reliable_outbox import Outbox, new_sender
 from rlmesh.agent.socket_folder import SocketFolder
 from rlmesh.errors import LaunchError, RLMeshError, ShuttingDown
 from rlmesh.job.status import ExitInfo, MemberStack
@@ -88,7 +88,7 @@ class Agent:
         self._over: asyncio.Future[_NodeEnd] = self._loop.create_future()
         self._last_line = b""
         self._cause = ""
-        sender = f"agent:{config.node_rank}/{os.getpid()}"
+        sender = new_sender(f"agent:{config.node_rank}")
         self._outbox = Outbox(runtime, runtime.peer(MASTER, config.master_endpoint), sender)
         own, public = runtime.endpoint, runtime.public_endpoint
         assert own is not None
@@ -112,8 +112,8 @@ class Agent:
     @rpc
     async def spawn(self, specs: tuple[WorkerSpec, ...], term: int = 0) -> tuple[int, ...]:
         """Start members and return their process numbers, in order. The members are not up yet: they register when they
-        are. Members that run, or have run and ended, are not started again. ``term``: how often the master had given this node up when
-        it ordered the starts; they are refused if that is not the term of the last `Grant`.
+        are. Members that run, or have run and ended, are not started again. ``term``: how often the master had given
+        this node up when it ordered the starts; they are refused if that is not the term of the last `Grant`.
 
         Raises:
             LaunchError: a member could not be started; the others are running.

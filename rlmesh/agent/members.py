@@ -106,8 +106,8 @@ class NodeMembers:
         return tuple(pid for pid in results if isinstance(pid, int))
 
     async def _start_once(self, spec: WorkerSpec) -> int:
-        """Start a member unless it was started before. The start goes on if the master that asked for it dies: a fork must not be
-        left half-way, and the next master asks again."""
+        """Start a member unless it was started before. The start goes on if the master that asked for it dies: a fork
+        must not be left half-way, and the next master asks again."""
         key = spec.key
         if key in self._pids:
             return self._pids[key]

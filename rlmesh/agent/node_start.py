@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import fcntl
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -23,6 +26,8 @@ __all__ = ["GuardianProcess", "decode_config", "encode_config", "guardian_comman
 
 AGENT_END_S = 10.0
 """Seconds that the agent of a killed guardian may take to end its node."""
+EXEC_S = 0.05
+"""More than the kernel needs between the two steps of an exec in which it closes files and sets the environment."""
 CONFIG_LIMIT_BYTES = 1 << 20
 """The guardian reads at most this many bytes. It is a separate program, so it has the same constant again."""
 
@@ -87,6 +92,14 @@ def read_exit_report(line: bytes, node_rank: int) -> ExitReport:
         return ExitReport(node_rank, -1, (unproven,), None, "the guardian died", guarded=False)
 
 
+def _read_all(fd: int) -> bytes:
+    """Read a dead guardian's output to its end, which its agent may hold open for some time while it starts."""
+    data, deadline = b"", time.monotonic() + AGENT_END_S
+    while await_readable([fd], deadline - time.monotonic()) and (read := os.read(fd, 1 << 16)):
+        data += read
+    return data
+
+
 class GuardianProcess:
     """The guardian of one node as a child of this process. As a context manager it ends the node on exit.
 
@@ -115,12 +128,26 @@ class GuardianProcess:
                 bufsize=0,
                 env=env,
             )
-            assert self._process.stdin is not None
-            self._process.stdin.write(line)
         except OSError as error:
             raise LaunchError(f"the guardian of node {config.node_rank} could not be started: {error}") from error
+        self._give(line)
         self._report: ExitReport | None = None
         forget_in_children(self)
+
+    def _give(self, line: bytes) -> None:
+        assert self._process.stdin is not None and self._process.stdout is not None
+        with suppress(OSError):  # this user has many pipes: new ones are small, and a guardian that is stopped blocks
+            fcntl.fcntl(self._process.stdin, fcntl.F_SETPIPE_SZ, max(len(line), 65536))
+        try:
+            self._process.stdin.write(line)
+        except BrokenPipeError:
+            self._process.stdin.close()
+            self._process.stdout.close()
+            code = self._process.wait()
+            how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
+            raise LaunchError(
+                f"the guardian of node {self.node_rank} (pid {self.pid}) {how} before it had read its configuration"
+            ) from None
 
     def forked(self) -> None:
         """Close the pipes in a forked child, which would keep them open: the guardian must notice the parent's end."""
@@ -171,7 +198,7 @@ class GuardianProcess:
                     f"see {self.agent_log}"
                 ) from None
             with self._process.stdout as output:
-                self._report = read_exit_report(output.read(), self.node_rank)
+                self._report = read_exit_report(_read_all(output.fileno()), self.node_rank)
             self.let_go()
             if not self._report.guarded:
                 self._await_agent()
@@ -180,7 +207,10 @@ class GuardianProcess:
     def _await_agent(self) -> None:
         """Wait until no process of the node is left, so that nobody writes into its folders any more."""
         deadline = time.monotonic() + AGENT_END_S
-        for process in ownership.marked(self._mark):
+        if not (processes := ownership.marked(self._mark)):
+            time.sleep(EXEC_S)
+            processes = ownership.marked(self._mark)
+        for process in processes:
             if (fd := ownership.open_process(process)) is not None:
                 await_readable([fd], deadline - time.monotonic())
                 os.close(fd)

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
+import secrets
 import threading
 from collections import deque
 from typing import Any, Protocol
@@ -17,7 +19,7 @@ from rlmesh.errors import CallError, ShuttingDown
 from rlmesh.runtime.future import Future
 from rlmesh.runtime.handle import MemberHandle
 
-__all__ = ["Outbox", "OutboxRuntime"]
+__all__ = ["Outbox", "OutboxRuntime", "new_sender"]
 
 logger = logging.getLogger(__name__)
 
@@ -26,6 +28,12 @@ ANSWER_S = 10.0
 RETRY_S = 0.05
 MOST = 100_000
 """Items that are stored; beyond that the oldest are dropped, since nobody has taken them for long."""
+
+
+def new_sender(name: str) -> str:
+    """A name that no other process of the job ever has. The process number alone is not enough: in containers, the
+    agents of a node and of its replacement often have the same one."""
+    return f"{name}/{os.getpid()}-{secrets.token_hex(4)}"
 
 
 class OutboxRuntime(Protocol):
@@ -40,7 +48,7 @@ class Outbox:
     Args:
         runtime: the runtime whose loop sends.
         master: serves ``deliver(sender, first, items)``, which returns the number of the last item that it has.
-        sender: a name that no other process of the job ever has.
+        sender: the name of this process, as of `new_sender`.
     """
 
     def __init__(self, runtime: OutboxRuntime, master: MemberHandle, sender: str) -> None:

@@ -16,7 +16,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from rlmesh.job.status import ExitInfo
 from rlmesh.master import events as ev
+from rlmesh.master.context import MemberId
 from rlmesh.master.job_manager import JobManager
 from rlmesh.master.state.persistence import Persistence
 from rlmesh.master.state.snapshot import Snapshot
@@ -64,6 +66,9 @@ class EventLoop:
         self._unsaved = False
         self._snapshot = snapshot
         self._number = max(snapshot.orders, default=0)
+        self._ordered_for: dict[int, tuple[ev.ProcessKey, ...]] = {}
+        for number, order in snapshot.orders.items():
+            self._note_processes(number, order)
         snapshot.masters.append((len(snapshot.masters) + 1, os.getpid(), clock()))
         self._recall_records()
 
@@ -126,19 +131,53 @@ class EventLoop:
         while not self._queue.empty() and len(batch) < BATCH:
             batch.append(self._queue.get_nowait())
         now = self._clock()
-        orders: list[tuple[int, ev.Action]] = []
+        numbers: list[int] = []
         for posted in batch:
             if self._is_new(posted):
                 event = self._numbered(posted)
                 for action in self._manager.handle(event, now):
                     self._number += 1
-                    orders.append((self._number, action))
-        self._snapshot.orders.update(orders)
+                    numbers.append(self._number)
+                    self._snapshot.orders[self._number] = action
+                    self._note_processes(self._number, action)
+        self._drop_replaced(numbers)
         await self._save()
-        self._perform(orders)
+        self._perform(
+            [(number, self._snapshot.orders[number]) for number in numbers if number in self._snapshot.orders]
+        )
         for posted in batch:
             if posted.saved is not None and not posted.saved.done():
                 posted.saved.set_result(None)
+
+    def _note_processes(self, number: int, order: ev.Action) -> None:
+        match order:
+            case ev.BeginRun(member):
+                ids: tuple[MemberId, ...] = (member,)
+            case ev.Spawn(members=ids) | ev.HoldSteps(members=ids):
+                pass
+            case _:
+                return
+        self._ordered_for[number] = tuple(self._manager.context.members[member].key for member in ids)
+
+    def _drop_replaced(self, new: Sequence[int]) -> None:
+        """Drop orders for processes that have been replaced since: carried out now, or again by the next master, they
+        would be orders for the successors. ``new``: orders that were not given to anybody yet."""
+        members = self._manager.context.members
+        for number, keys in list(self._ordered_for.items()):
+            gone = [key for key in keys if members[key[:2]].incarnation != key[2]]
+            order = self._snapshot.orders[number]
+            if not gone:
+                continue
+            if isinstance(order, ev.Spawn) and number in new:
+                for key in gone:
+                    never = ExitInfo(*key, 0, None, None, self._clock(), order.node_rank)
+                    self.post(ev.MemberExited(order.node_rank, never))
+            left = tuple(key for key in keys if key not in gone)
+            if left and isinstance(order, ev.Spawn | ev.HoldSteps):
+                self._ordered_for[number] = left
+                self._snapshot.orders[number] = replace(order, members=tuple(key[:2] for key in left))
+            else:
+                self.carried_out(number)
 
     def _is_new(self, posted: _Posted) -> bool:
         if not posted.number:
@@ -183,6 +222,7 @@ class EventLoop:
     def carried_out(self, number: int) -> None:
         """Mark an order as carried out; this is saved with the next batch."""
         self._snapshot.orders.pop(number, None)
+        self._ordered_for.pop(number, None)
 
     async def close(self) -> None:
         """Save the remaining changes and close the files."""

@@ -106,6 +106,8 @@ class JobManager:
             case ev.AgentLost(node_rank, how):
                 if (failure := self._losses.lost(node_rank, how, now)) is not None:
                     self._failures.fail(Weight.DEATH, failure, now)
+            case ev.PortReserved(role) if role in self.decisions.ports and not self.decisions.ports_asked.get(role):
+                pass  # an order that a new master repeated: processes may have been started with the port before
             case ev.PortReserved(role, port, node_rank):
                 self.decisions.ports[role] = port
                 self._recoveries.port_reserved(role, node_rank)
@@ -199,7 +201,7 @@ class JobManager:
         if extra := strays(self.context, node.node_rank, running):
             self._state.do(ev.EndProcesses(node.node_rank, extra, 0.0))
         if self.context.plan is not None:
-            if doubtful := unreported(self.context, node.node_rank, running):
+            if doubtful := unreported(self.context, self.decisions.recoveries, node.node_rank, running):
                 self._state.do(ev.CheckMembers(node.node_rank, doubtful))
             return
         if len(self.context.nodes) < self._state.spec.nnodes:

@@ -216,17 +216,20 @@ class PrimeMaster:
 
     @rpc(concurrent=MOST_CALLS)
     async def register_agent(self, node: NodeInfo, sender: str, running: tuple[MemberProcess, ...]) -> Grant:
-        """Register an agent. A node that was given up is accepted again when none of its members runs any more."""
-        if running and self._is_given_up(node.node_rank):
+        """Register an agent. A node that was given up is accepted again when none of its members runs any more. An
+        agent in whose place another one has come is not, and that one waits until nothing of the other one can run:
+        two would run the same members."""
+        may = self._watch.may_register(node.node_rank, sender, runs=bool(running))
+        if not may or (running and self._is_given_up(node.node_rank)):
             return Grant(0.0)
-        self._watch.registered(node)
+        self._watch.registered(node, sender)
         await self._events.post_and_save(ev.AgentRegistered(node, running))
         return self._grant(node.node_rank)
 
     @rpc(concurrent=MOST_CALLS)
     async def renew(self, node_rank: int, sender: str) -> Grant:
         """Renew an agent's lease."""
-        if self._is_given_up(node_rank):
+        if not self._watch.has_node(node_rank, sender) or self._is_given_up(node_rank):
             return Grant(0.0)
         self._watch.renew(node_rank)
         return self._grant(node_rank)
@@ -250,7 +253,7 @@ class PrimeMaster:
 
     @rpc
     async def device_failed(self, node_rank: int, uuid: str, what: str) -> None:
-        self._events.post(ev.DeviceFailed(node_rank, uuid, what))
+        await self._events.post_and_save(ev.DeviceFailed(node_rank, uuid, what))
 
     # Called by workers
 
@@ -335,6 +338,7 @@ class PrimeMaster:
         ``proven`` is False if the guardian did not say so itself.
         """
         self._watch.ended(node_rank, how, proven=proven)
+        await self._events.post_and_save(ev.Tick())  # with the loss of the node, if that is proven
 
     @rpc
     async def status(self, records_from: int = 0) -> JobStatus:
@@ -389,7 +393,7 @@ class PrimeMaster:
     @rpc
     async def notice(self, reason: str, within_s: float, grace_s: float) -> None:
         """Give notice that the job must end soon: its ranks stop together, save what must survive, and end."""
-        self._events.post(ev.NoticeGiven(reason, within_s, grace_s))
+        await self._events.post_and_save(ev.NoticeGiven(reason, within_s, grace_s))
 
     @rpc
     async def goodbye(self) -> None:

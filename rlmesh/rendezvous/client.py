@@ -321,6 +321,8 @@ class _NodeClient:
             self._guardian = GuardianProcess(self._folder.config)
         except LaunchError as error:
             logger.error("the agent of node %d cannot be started: %s", self.rank, error)
+            if self._folder is not None:
+                self._folder.remove()
             self._report(ExitReport(self.rank, 0, (), 1, str(error)))
 
     def _check_guardian(self) -> None:

@@ -50,6 +50,7 @@ class Master:
 
     def __init__(self) -> None:
         self.said: list[Said] = []
+        self.senders: dict[str, str] = {}
         self._changed = asyncio.Condition()
 
     async def _note(self, *what: Any) -> None:
@@ -76,6 +77,7 @@ class Master:
 
     @rpc
     async def register_agent(self, node: NodeInfo, sender: str, running: tuple[MemberProcess, ...]) -> Grant:
+        self.senders[f"agent:{node.node_rank}"] = sender
         await self._note("agent", node, running)
         return Grant()
 

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
+from rlmesh.agent.reliable_outbox import new_sender
 from rlmesh.errors import CallError, PeerLost
 from rlmesh.job.entry_points.entry import EntryPoint
 from tests.agent.nodes import Node, is_there, open_node
@@ -115,6 +116,17 @@ async def test_sys_exit_ends_the_process_with_its_code(node: Node) -> None:
         await member.call("leave", 4)
     assert (await node.exited("ACTOR:0")).exit_code == 4
     assert not [said for said in node.master.said if said[0] == "failed"]
+
+
+async def test_two_processes_with_one_number_are_two_senders(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The agents of a node and of its replacement, each in a container; a master takes no report of a sender twice."""
+    name = f"agent:{node.info.node_rank}"
+    sender = node.master.senders[name]
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "getpid", lambda: node.info.agent_pid)
+        other = new_sender(name)
+    assert sender.startswith(f"{name}/{node.info.agent_pid}") and len(sender) == len(other)
+    assert sender != other
 
 
 async def test_an_order_whose_answer_was_lost_starts_no_member_twice(node: Node) -> None:

@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import queue
+import signal
 import threading
 from collections import deque
+from dataclasses import replace
+from types import FrameType
 from typing import Any, cast
 
-from rlmesh.agent.worker.control import Order, Orders
+import pytest
+
+from rlmesh.agent.processes import ownership
+from rlmesh.agent.worker.control import Control, Order, Orders
+from rlmesh.job.restarts import RestartEvent
 from rlmesh.runtime.runtime import Runtime
 from tests.own_time import HANG_S
 
@@ -69,3 +76,36 @@ def test_orders_come_in_their_order_and_wake_who_serves() -> None:
     orders.give("end")
     main.join(HANG_S)
     assert taken == ["run", "end", "end"]
+
+
+def test_a_restart_that_a_second_master_tells_again_is_one_event() -> None:
+    orders = Orders(cast(Runtime, _Runtime()), 1.0)
+    heard: list[RestartEvent] = []
+    orders.listen(heard.append)
+    event = RestartEvent("ACTOR", (0,), "restarting", "member", (1,), "killed by SIGKILL", 1, 100.0)
+    ready = replace(event, phase="ready", restored=(3,))
+    for each in (event, event, ready, event, ready):
+        orders.note_restart(each)
+        orders.tell_listeners()
+    assert heard == [event, ready]
+    assert orders.take_events(0.0) == (event, ready)
+
+
+async def test_a_notice_that_a_second_master_passes_on_again_calls_the_handler_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv(ownership.SHARED_SIGNALS, raising=False)
+    called: list[int] = []
+
+    def note(number: int, frame: FrameType | None) -> None:
+        called.append(number)
+
+    nothing: Any = None
+    control = Control(nothing, Orders(cast(Runtime, _Runtime()), 1.0), nothing, nothing, "TRAINER:0")
+    before = signal.signal(signal.SIGUSR1, note)
+    try:
+        for _ in range(2):
+            assert await control.hold_step("SIGUSR1") is None
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert called == [signal.SIGUSR1]

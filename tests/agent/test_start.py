@@ -5,16 +5,21 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from rlmesh.agent import node_start
 from rlmesh.agent.node_start import GuardianProcess, decode_config, encode_config, read_exit_report
 from rlmesh.agent.processes import ownership
 from rlmesh.agent.protocol import AgentConfig
 from rlmesh.errors import LaunchError
+from rlmesh.rendezvous.client import NodeOptions, _NodeClient
+from rlmesh.rendezvous.state import Start
 from tests.own_time import HANG_S
 
 
@@ -78,3 +83,82 @@ def test_a_guardian_killed_while_its_agent_starts_leaves_nothing(config: AgentCo
         assert ownership.marked(mark) == []
         assert not Path(config.socket_dir).exists()
     assert (report.guarded, report.why) == (False, "the guardian died")
+
+
+SLOW_EXEC = """
+import os, runpy, sys, time
+folder = os.path.dirname({path!r})
+sys.path[:0] = [folder, os.path.dirname(os.path.dirname(folder))]
+real = os.execvpe
+def execvpe(*given):
+    time.sleep(0.3)
+    real(*given)
+os.execvpe = execvpe
+sys.argv = [{path!r}]
+runpy.run_path({path!r}, run_name="__main__")
+"""
+
+
+def test_a_guardian_killed_between_fork_and_exec_of_its_agent_leaves_nothing(
+    config: AgentConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    *python, path = node_start.guardian_command()
+    monkeypatch.setattr(node_start, "guardian_command", lambda: [*python, "-c", SLOW_EXEC.format(path=path)])
+    mark = f"{config.job_id}/{config.node_rank}"
+    with GuardianProcess(config) as guardian:
+        children = Path(f"/proc/{guardian.pid}/task/{guardian.pid}/children")
+        deadline = time.monotonic() + HANG_S
+        while not (forked := children.read_text().split()) and time.monotonic() < deadline:
+            time.sleep(0.001)
+        assert ownership.marked(mark) == [], "it is before its exec"
+        os.kill(guardian.pid, signal.SIGKILL)
+        assert not guardian.wait(HANG_S).guarded
+        agent = ownership.read_process(int(forked[0]))
+        assert agent is None or not agent.running
+        assert not Path(config.socket_dir).exists()
+
+
+def begins_by(monkeypatch: pytest.MonkeyPatch, command: str, *, ends: bool) -> None:
+    """A guardian does this first; ``ends``: nothing is written to it before it has ended."""
+    monkeypatch.setattr(node_start, "guardian_command", lambda: ["sh", "-c", command])
+    if ends:
+        real = subprocess.Popen
+
+        def popen(*args: Any, **kwargs: Any) -> subprocess.Popen[bytes]:
+            process: subprocess.Popen[bytes] = real(*args, **kwargs)
+            os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+            return process
+
+        monkeypatch.setattr(subprocess, "Popen", popen)
+
+
+@pytest.mark.parametrize(("command", "how"), [("kill -9 $$", "was killed by SIGKILL"), ("exit 3", "ended with code 3")])
+def test_a_guardian_that_ends_before_it_reads_leaves_nothing(
+    config: AgentConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str, how: str
+) -> None:
+    """The launch of another node reports it, and takes the folder of its sockets along."""
+    begins_by(monkeypatch, command, ends=True)
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    told: list[str] = []
+    runtime: Any = None
+    client = _NodeClient(NodeOptions("127.0.0.1", 1, b"", "1"), runtime)
+    client.rank = 1
+    monkeypatch.setattr(client, "_report", lambda report: told.append(report.why))
+    client._take(Start(config.job_id, config))
+    assert told[0].startswith("the guardian of node 3 (pid ")
+    assert told[0].endswith(f"{how} before it had read its configuration")
+    assert list(tmp_path.glob("rlm-*")) == []
+    with pytest.raises(ChildProcessError):
+        os.waitpid(int(told[0].partition("(pid ")[2].partition(")")[0]), os.WNOHANG)
+    for fd in (client._wake_read, client._wake_write):
+        os.close(fd)
+
+
+def test_a_guardian_that_is_stopped_before_it_reads_blocks_nobody(
+    config: AgentConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However long its configuration is: who waits for the job's start finds it stopped, and kills it."""
+    begins_by(monkeypatch, "kill -STOP $$", ends=False)
+    guardian = GuardianProcess(replace(config, env={"A": "x" * 500_000}))
+    guardian.kill()
+    assert not guardian.wait(HANG_S).guarded

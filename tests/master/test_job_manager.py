@@ -399,3 +399,13 @@ def test_every_history_ends(steps: list[tuple[str, int, float]]) -> None:
         for _ in range(8):
             bench.tick(40.0)
         assert bench.manager.ended
+
+
+def test_a_failure_that_is_told_again_to_the_next_master_is_one_failure() -> None:
+    bench = Bench(job(role("TRAINER"), role("ACTOR", 2)))
+    bench.running()
+    for _ in range(2):
+        bench.fail("ACTOR:0")
+    bench.fail("ACTOR:1")
+    bench.tick(1.0)
+    assert [(failure.role, failure.rank) for failure in bench.manager.status().failures] == [("ACTOR", 0), ("ACTOR", 1)]

@@ -184,6 +184,9 @@ class Guardian:
             raise OSError(errno.ENOSPC, "its configuration does not fit into a pipe: this user has too many of them")
         os.set_blocking(self._agent_input, True)
         env = agent_environment(f"{self.config['job_id']}/{self.config['node_rank']}")
+        # The agent has the node's mark from its exec on, and this copy of the output until then: if this process is
+        # killed in between, the driver finds the agent once the output has ended.
+        until_exec = os.dup(1)
         self.agent = os.fork()
         if self.agent == 0:
             try:
@@ -197,7 +200,7 @@ class Guardian:
                 os.write(2, f"the agent could not be started: {self.command}: {error}\n".encode())
             finally:
                 os._exit(127)
-        for fd in (config_out, report_in, log):
+        for fd in (config_out, report_in, log, until_exec):
             os.close(fd)
 
     def _watch(self) -> None:

@@ -71,6 +71,8 @@ class Orders:
         self._begun = False
         self._exit: tuple[object] | None = None
         self._end_announced = self._early_sigterm = False
+        self._noted: set[RestartEvent] = set()
+        self._passed_on: set[str] = set()
         self._events: deque[RestartEvent] = deque()
         self._undelivered: deque[RestartEvent] = deque()
         self.run_began_at: float | None = None
@@ -81,8 +83,12 @@ class Orders:
     # Restarts of others
 
     def note_restart(self, event: RestartEvent) -> None:
-        """Queue an event for `take_events` and for listeners. Can be called from any thread."""
+        """Queue an event for `take_events` and for listeners, once: a restarted master may tell it again. Can be called
+        from any thread."""
         with self._event_added:
+            if event in self._noted:
+                return
+            self._noted.add(event)
             self._events.append(event)
             if self._listeners:
                 self._undelivered.append(event)
@@ -191,8 +197,11 @@ class Orders:
             self.give("end")
 
     def pass_on(self, name: str) -> None:
-        """Call the member's own handler of the signal by which the job got notice that it must end; once. Where signals
-        are shared, the member got the signal already."""
+        """Call the member's own handler of the signal by which the job got notice that it must end; once, although a
+        restarted master may ask again. Where signals are shared, the member got the signal already."""
+        if name in self._passed_on:
+            return
+        self._passed_on.add(name)
         number = signal.Signals.__members__.get(name)
         if number in NOTICES and not ownership.signals_are_shared():
             handler = signal.getsignal(number)

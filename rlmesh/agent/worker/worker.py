@@ -45,7 +45,7 @@ from rlmesh.agent.protocol import (
     portable_error,
     public_address,
 )
-from rlmesh.agent.reliable_outbox import Outbox
+from rlmesh.agent.reliable_outbox import Outbox, new_sender
 from rlmesh.agent.worker import own_output, stacks
 from rlmesh.agent.worker.call_reporter import CallReporter
 from rlmesh.agent.worker.chaos_hooks import ChaosHooks
@@ -234,7 +234,7 @@ class WorkerMember:
             runtime.outbound.peers.last_line_of = self._last_line_of
             master = runtime.peer(MASTER, spec.master_endpoint)
             self._master = master.options(timeout_s=MASTER_TIMEOUT_S, idempotent=True)
-            self._outbox = Outbox(runtime, master, f"{self.name}.{spec.incarnation}/{os.getpid()}")
+            self._outbox = Outbox(runtime, master, new_sender(f"{self.name}.{spec.incarnation}"))
             own_output.tell_losses(
                 lambda text: self._outbox.put(Alarm(clock.epoch(), spec.role, spec.rank, None, text))
             )

@@ -7,11 +7,12 @@ processes is compared with the members that should run.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from rlmesh.agent.protocol import MemberProcess
 from rlmesh.master import events as ev
 from rlmesh.master.context import JobContext, Member
+from rlmesh.master.decisions.job_state import Recovery
 from rlmesh.master.decisions.stop_together import StopTogether
 
 
@@ -37,13 +38,17 @@ def _member_orders(context: JobContext, member: Member, stop: StopTogether) -> I
         yield ev.BeginRun(member.id)
 
 
-def unreported(context: JobContext, node_rank: int, running: Sequence[MemberProcess]) -> tuple[MemberProcess, ...]:
-    """Return members that should run on a node, that its agent did not list, and whose exit has not been reported.
+def unreported(
+    context: JobContext, recoveries: Iterable[Recovery], node_rank: int, running: Sequence[MemberProcess]
+) -> tuple[MemberProcess, ...]:
+    """Return members that should run on a node, that its agent did not list, and whose exit has not been reported; also
+    those that are being replaced, whose start may have been ordered and never carried out.
 
-    A member whose start was ordered but never confirmed is left out: the order is repeated instead.
+    A current member whose start was ordered but never confirmed is left out: the order is repeated instead.
     """
     there = {(process.role, process.rank, process.incarnation) for process in running}
-    return tuple(
+    replaced = [key for recovery in recoveries for key, node in recovery.outgoing.items() if node == node_rank]
+    return tuple(MemberProcess(*key, 0) for key in replaced if key not in there) + tuple(
         MemberProcess(*member.id, member.incarnation, member.pid)
         for member in context.members.values()
         if member.placement.node_rank == node_rank

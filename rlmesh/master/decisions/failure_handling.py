@@ -64,6 +64,9 @@ class FailureHandler:
     def member_failed(self, member: Member, event: ev.MemberFailed, now: float) -> None:
         if member.ended_by_us:
             return  # a consequence of the job's own end: its calls failed, or it was interrupted
+        same = [f for f in self._failures.found if f.of(*member.id) and f.info.remote_traceback == event.traceback]
+        if same and event.traceback:
+            return  # told again: the master that had saved it died before its answer
         message = f"{member.name} (pid {member.pid}) {_PHASE.get(member.state, 'failed')}: {event.error}"
         info = FailureInfo(message, *member.id, at=now, remote_traceback=event.traceback)
         member.enter("failed", now)

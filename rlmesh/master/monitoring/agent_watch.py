@@ -35,6 +35,9 @@ class AgentWatch:
         self._leases = NodeLeases((), clock(), lease_s)
         self._suspected: dict[int, str] = {}
         self._given_up: set[int] = set()
+        self._senders: dict[int, str] = {}
+        self._replaced: set[str] = set()
+        self._refused: set[str] = set()
         self._fds: dict[int, int] = {}
         self._pids: dict[int, int] = {}
         self._tasks: set[asyncio.Task[None]] = set()
@@ -44,14 +47,19 @@ class AgentWatch:
         for node in nodes:
             self.registered(node)
 
-    def registered(self, node: NodeInfo) -> None:
-        """Watch an agent that registered; its lease begins."""
+    def registered(self, node: NodeInfo, sender: str = "") -> None:
+        """Watch an agent that registered; its lease begins. ``sender``: its identity, empty if it is not known."""
+        if sender:
+            self._senders[node.node_rank] = sender
         self._given_up.discard(node.node_rank)
         self.renew(node.node_rank)
         self._suspected.pop(node.node_rank, None)
-        if node.machine != machine_id() or self._pids.get(node.node_rank) == node.agent_pid:
+        is_here = node.machine == machine_id()
+        if is_here and self._pids.get(node.node_rank) == node.agent_pid:
             return
         self._unwatch(node.node_rank)
+        if not is_here:
+            return
         mark = ownership.read_mark(node.agent_pid, ownership.NODE_MARK)
         if mark and mark != f"{self._job_id}/{node.node_rank}":
             self._end(node, "has ended")  # its pid is in use again
@@ -67,6 +75,28 @@ class AgentWatch:
     def is_given_up(self, node_rank: int) -> bool:
         """True if a node was given up here, even if the job manager does not know it yet."""
         return node_rank in self._given_up
+
+    def may_register(self, node_rank: int, sender: str, *, runs: bool) -> bool:
+        """True if an agent may have the node; called when it asks to. ``runs``: members run there.
+
+        An agent that comes in another one's place ends the lease of that one, and must wait until the node is given up:
+        the other one may still run members. Whoever was replaced never has the node again. When it asks a second time,
+        it knows that it has no lease, and starts nothing any more.
+        """
+        before = self._senders.get(node_rank, sender)
+        if sender in self._replaced:
+            if sender == before and sender in self._refused and not runs and node_rank not in self._given_up:
+                self.ended(node_rank, "was replaced by another one", proven=True)
+            self._refused.add(sender)
+            return False
+        if sender == before:
+            return True
+        self._replaced.add(before)
+        return not self._leased or node_rank in self._given_up
+
+    def has_node(self, node_rank: int, sender: str) -> bool:
+        """True unless the node is another agent's, or another one has come in the place of this one."""
+        return self._senders.get(node_rank, sender) == sender and sender not in self._replaced
 
     def renew(self, node_rank: int) -> None:
         """Renew an agent's lease, unless its node was given up."""
@@ -89,6 +119,7 @@ class AgentWatch:
         else:
             self._leases.forget(node_rank)
             self._given_up.add(node_rank)
+            self._unwatch(node_rank)
             self._lost(node_rank, how)
 
     async def close(self) -> None:
