@@ -6,8 +6,9 @@ import asyncio
 import inspect
 import threading
 from collections.abc import Awaitable, Callable, Iterator
-from concurrent.futures import Future
-from contextlib import contextmanager
+from concurrent.futures import Future, InvalidStateError
+from contextlib import contextmanager, suppress
+from functools import partial
 from types import TracebackType
 from typing import Any, Protocol, TypeAlias
 
@@ -38,13 +39,24 @@ class SharedLease:
         self._answer: Future[Any] | None = None
         self._woken: Future[None] | None = None
         self._waker: object = None
+        self._awake = False
+        self._end: Future[None] | None = None
+        self._sleeper: object = None
 
-    def enter(self, timeout_s: float) -> Future[Any]:
-        """Enter a block: return the answer to wait for; the first block asks for the devices."""
+    def enter(self, timeout_s: float, me: object) -> Future[Any]:
+        """Enter a block: return the answer to wait for; the first block asks for the devices. While the last block
+        before it still puts the member to sleep, it waits for that first: that block returns the devices.
+
+        Raises:
+            UsageError: ``me``, a thread or task, puts the member to sleep right now.
+        """
         with self._lock:
+            if self._end is not None and self._sleeper == me:
+                raise UsageError(f"{self._name}: its sleep hook enters device_lease(), which would wake it again")
             self._users += 1
             if self._answer is None:
-                self._answer = self._link.lease_devices(timeout_s)
+                ask = partial(self._link.lease_devices, timeout_s)
+                self._answer = ask() if self._end is None else _after(self._end, ask, timeout_s)
             return self._answer
 
     def claim_wake(self, me: object) -> tuple[Future[None], bool]:
@@ -77,27 +89,38 @@ class SharedLease:
         return answer
 
     def forget(self) -> None:
-        """Leave a block that did not get the lease or stopped waiting. A grant that still arrives is returned."""
+        """Leave a block that did not get the lease or stopped waiting. A grant that still arrives is returned, and one
+        whose answer may have been lost."""
         with self._lock:
             self._users -= 1
             if self._users:
                 return
             answer, self._answer, self._woken = self._answer, None, None
-            waits = answer is None or answer.cancel() or answer.cancelled()
-            if waits or (answer is not None and answer.exception() is None and answer.result().granted):
+            waits = answer is None or answer.cancel() or answer.cancelled() or answer.exception() is not None
+            if not self._awake and (waits or (answer is not None and answer.result().granted)):
                 self._link.return_devices()
 
-    def leave(self) -> bool:
-        """True if this was the last block, which puts the member to sleep and returns the devices."""
+    def leave(self, me: object) -> bool:
+        """True if this was the last block, which puts the member to sleep, returns the devices, and calls `left`."""
         with self._lock:
             self._users -= 1
             if self._users:
                 return False
             self._answer = self._woken = None
+            self._awake, self._end, self._sleeper = True, Future(), me
             return True
 
     def give_back(self) -> Future[Any]:
+        """Return the devices of a member that is asleep."""
+        self._awake = False
         return self._link.return_devices()
+
+    def left(self) -> None:
+        """Let blocks begin that began to wait after `leave`."""
+        with self._lock:
+            ended, self._end, self._sleeper = self._end, None, None
+        if ended is not None:
+            ended.set_result(None)
 
 
 class DeviceLease:
@@ -123,7 +146,7 @@ class DeviceLease:
         self.devices, self.waited_s = tuple(found.devices), float(found.waited_s)
 
     def __enter__(self) -> DeviceLease:
-        answer = self._lease.enter(self._timeout_s)
+        answer = self._lease.enter(self._timeout_s, threading.get_ident())
         try:
             found = answer.result()
         except BaseException:
@@ -147,13 +170,15 @@ class DeviceLease:
         self._end()
 
     def _end(self) -> None:
-        if self._lease.leave():
-            # If the sleep hook raises, the memory is not free: then the member keeps the devices.
-            _run(self._sleep)
-            self._lease.give_back().result()
+        if self._lease.leave(threading.get_ident()):
+            try:
+                _run(self._sleep)  # If it raises, the memory is not free: then the member keeps the devices.
+                self._lease.give_back().result()
+            finally:
+                self._lease.left()
 
     async def __aenter__(self) -> DeviceLease:
-        answer = self._lease.enter(self._timeout_s)
+        answer = self._lease.enter(self._timeout_s, asyncio.current_task())
         try:
             found = await asyncio.shield(asyncio.wrap_future(answer))
         except BaseException:
@@ -177,9 +202,44 @@ class DeviceLease:
         await self._aend()
 
     async def _aend(self) -> None:
-        if self._lease.leave():
-            await _await(self._sleep)
-            await asyncio.wrap_future(self._lease.give_back())
+        if self._lease.leave(asyncio.current_task()):
+            try:
+                await _await(self._sleep)
+                await asyncio.wrap_future(self._lease.give_back())
+            finally:
+                self._lease.left()
+
+
+def _after(before: Future[None], ask: Callable[[], Future[Any]], timeout_s: float) -> Future[Any]:
+    """The answer to a question that is asked once ``before`` is done, or a timeout."""
+    answer: Future[Any] = Future()
+
+    def late() -> None:
+        with suppress(InvalidStateError):
+            answer.set_exception(LeaseTimeout(f"the member was still being put to sleep after {timeout_s:g} s"))
+
+    def asked(_: Future[None]) -> None:
+        timer.cancel()
+        if answer.done():
+            return
+        try:
+            ask().add_done_callback(found)
+        except Exception as error:
+            with suppress(InvalidStateError):
+                answer.set_exception(error)
+
+    def found(done: Future[Any]) -> None:
+        with suppress(InvalidStateError):
+            if (error := done.exception()) is not None:
+                answer.set_exception(error)
+            else:
+                answer.set_result(done.result())
+
+    timer = threading.Timer(timeout_s, late)
+    timer.daemon = True
+    timer.start()
+    before.add_done_callback(asked)
+    return answer
 
 
 @contextmanager

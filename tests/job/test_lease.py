@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from concurrent.futures import Future
+import threading
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import pytest
 
-from rlmesh.errors import LeaseTimeout, UsageError
+from rlmesh.errors import CallTimeout, LeaseTimeout, UsageError
 from rlmesh.job.device_lease import DeviceLease, SharedLease
 from rlmesh.placement.device_leases import LeaseAnswer
+from tests.own_time import HANG_S
 
 
 class Agent:
@@ -216,4 +218,89 @@ async def test_a_lease_awaits_async_hooks() -> None:
     assert member.did == ["awake", "sleep"]
     with pytest.raises(UsageError, match="async with"):
         member.lease(wake=wake).__enter__()
+    assert member.balance == 0
+
+
+async def test_a_block_that_begins_while_the_member_is_put_to_sleep_waits_for_that() -> None:
+    member = Member()
+    may_sleep = asyncio.Event()
+
+    async def sleep() -> None:
+        await may_sleep.wait()
+        member.did.append("asleep")
+
+    async def use(name: str) -> None:
+        async with member.lease(sleep=sleep):
+            assert member.balance == 1, "the devices of a block that is under way were returned"
+            member.did.append(name)
+
+    tasks = [asyncio.create_task(use("one"))]
+    for name in ("two", "three", "four"):
+        for _ in range(10):
+            await asyncio.sleep(0)
+        tasks.append(asyncio.create_task(use(name)))
+    for _ in range(10):
+        await asyncio.sleep(0)
+    tasks.pop().cancel()
+    await asyncio.sleep(0)
+    assert member.did == ["wake", "one"] and member.balance == 1
+    may_sleep.set()
+    await asyncio.gather(*tasks)
+    assert member.did[:4] == ["wake", "one", "asleep", "wake"] and sorted(member.did[4:6]) == ["three", "two"]
+    assert member.balance == 0
+
+
+def test_a_block_of_another_thread_waits_while_the_member_is_put_to_sleep() -> None:
+    member = Member()
+    sleeps, may_sleep = threading.Event(), threading.Event()
+
+    def sleep() -> None:
+        sleeps.set()
+        assert may_sleep.wait(HANG_S)
+        member.did.append("asleep")
+
+    def use(name: str) -> None:
+        with member.lease(sleep=sleep):
+            member.did.append(name)
+
+    with ThreadPoolExecutor() as pool:
+        first = pool.submit(use, "one")
+        assert sleeps.wait(HANG_S)
+        late = DeviceLease(member.shared, 0.05, None, None)
+        with pytest.raises(LeaseTimeout, match=r"still being put to sleep after 0\.05 s"), late:
+            pass
+        assert member.did == ["wake", "one"] and member.agent.returned == 0
+        second = pool.submit(use, "two")
+        may_sleep.set()
+        first.result(HANG_S)
+        second.result(HANG_S)
+    assert member.did == ["wake", "one", "asleep", "wake", "two", "asleep"]
+    assert member.balance == 0
+
+
+def test_a_sleep_hook_that_would_wake_the_member_is_told() -> None:
+    member = Member()
+
+    def sleep() -> None:
+        with member.lease():
+            pass
+
+    with pytest.raises(UsageError, match=r"its sleep hook enters device_lease\(\)"), member.lease(sleep=sleep):
+        pass
+    with member.lease():
+        pass
+    assert member.agent.returned == 1
+
+
+def test_a_grant_whose_answer_was_lost_is_returned() -> None:
+    member = Member(at_once=False)
+
+    def lost(timeout_s: float) -> Future[Any]:
+        found = Agent.lease_devices(member.agent, timeout_s)
+        found.set_exception(CallTimeout("no answer"))
+        return found
+
+    member.agent.lease_devices = lost  # type: ignore[method-assign]
+    with pytest.raises(CallTimeout):
+        member.lease().__enter__()
     assert member.balance == 0
