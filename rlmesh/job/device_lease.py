@@ -7,7 +7,7 @@ import inspect
 import threading
 from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import Future, InvalidStateError
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import partial
 from types import TracebackType
 from typing import Any, Protocol, TypeAlias
@@ -34,7 +34,7 @@ class SharedLease:
 
     def __init__(self, name: str, link: LeaseLink) -> None:
         self._name, self._link = name, link
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._users = 0
         self._answer: Future[Any] | None = None
         self._woken: Future[None] | None = None
@@ -56,7 +56,7 @@ class SharedLease:
             self._users += 1
             if self._answer is None:
                 ask = partial(self._link.lease_devices, timeout_s)
-                self._answer = ask() if self._end is None else _after(self._end, ask, timeout_s)
+                self._answer = ask() if self._end is None else _after(self._end, ask, timeout_s, self._lock)
             return self._answer
 
     def claim_wake(self, me: object) -> tuple[Future[None], bool]:
@@ -210,8 +210,11 @@ class DeviceLease:
                 self._lease.left()
 
 
-def _after(before: Future[None], ask: Callable[[], Future[Any]], timeout_s: float) -> Future[Any]:
-    """The answer to a question that is asked once ``before`` is done, or a timeout."""
+def _after(
+    before: Future[None], ask: Callable[[], Future[Any]], timeout_s: float, lock: AbstractContextManager[object]
+) -> Future[Any]:
+    """The answer to a question that is asked once ``before`` is done, or a timeout. With ``lock``, whoever cancels the
+    answer knows whether the question was asked before."""
     answer: Future[Any] = Future()
 
     def late() -> None:
@@ -220,12 +223,12 @@ def _after(before: Future[None], ask: Callable[[], Future[Any]], timeout_s: floa
 
     def asked(_: Future[None]) -> None:
         timer.cancel()
-        if answer.done():
-            return
-        try:
-            ask().add_done_callback(found)
-        except Exception as error:
-            with suppress(InvalidStateError):
+        with lock, suppress(InvalidStateError):
+            if answer.done():
+                return
+            try:
+                ask().add_done_callback(found)
+            except Exception as error:
                 answer.set_exception(error)
 
     def found(done: Future[Any]) -> None:
